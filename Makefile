@@ -1,0 +1,99 @@
+# `make` lists the targets. Each one installs what it needs and nothing more: the demo needs no
+# torch, lint needs neither torch nor FUSE. An installation is done when its stamp in .venv exists.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+
+PREFIX ?= /usr/local
+SBINDIR ?= /sbin
+LIBDIR = $(PREFIX)/lib/kvfs
+
+PYTEST_ARGS ?=
+
+.PHONY: help venv demo test test-slow lint format bench man install uninstall clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+$(VENV)/.system: .ci/system-packages
+	.ci/system-packages $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.core: pyproject.toml $(VENV)/.system
+	$(PIP) -e '.[fuse,blake3]'
+	touch $@
+
+# torch is several hundred megabytes: only the tests of the engines want it.
+$(VENV)/.test: $(VENV)/.core
+	$(PIP) -e '.[test]'
+	touch $@
+
+$(VENV)/.lint: pyproject.toml $(VENV)/.system
+	$(PIP) -e '.[lint]'
+	touch $@
+
+venv: $(VENV)/.test $(VENV)/.lint ## create .venv with everything, for work on the code
+
+demo: $(VENV)/.core ## a store, real requests, the mounted tree, a prefix compared byte by byte
+	$(PY) -m kvfs.sim.demo
+
+test: $(VENV)/.test ## all tests but the slow ones
+	$(PY) -m pytest -q -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.test ## the slow tests: crashes, long traces, many processes
+	$(PY) -m pytest -q -m slow $(PYTEST_ARGS) || { \
+	    status=$$?; [ $$status -eq 5 ] && echo "no slow test selected" || exit $$status; }
+
+lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	bash -n .ci/run .ci/system-packages
+
+format: $(VENV)/.lint ## let ruff format the code and sort the imports
+	$(PY) -m ruff check --select I --fix .
+	$(PY) -m ruff format .
+
+bench: $(VENV)/.core ## the figures the README states, with their limits
+	$(VENV)/bin/kvctl bench
+
+man: $(VENV)/.core ## write man/*.1 from the commands
+	$(PY) -m kvfs.cli.manpage man
+
+# The commands live in an environment of their own, so that no other package's scripts or
+# dependencies meet them; a kvctl of another package is left alone (`kvfs` is the same command).
+install: .ci/system-packages ## install for all users: PREFIX=/usr/local SBINDIR=/sbin
+	.ci/system-packages $(PYTHON)
+	$(PYTHON) -m venv $(LIBDIR)
+	$(LIBDIR)/bin/python -m pip --disable-pip-version-check install --quiet '.[fuse,blake3]'
+	install -d $(PREFIX)/bin $(SBINDIR) $(PREFIX)/share/doc/kvfs
+	ln -sfn $(LIBDIR)/bin/kvfs $(PREFIX)/bin/kvfs
+	if [ -e $(PREFIX)/bin/kvctl ] && \
+	   [ "$$(readlink $(PREFIX)/bin/kvctl)" != $(LIBDIR)/bin/kvctl ]; then \
+	    echo "$(PREFIX)/bin/kvctl belongs to something else and stays; use kvfs"; \
+	else ln -sfn $(LIBDIR)/bin/kvctl $(PREFIX)/bin/kvctl; fi
+	ln -sfn $(LIBDIR)/bin/mount.kvfs $(SBINDIR)/mount.kvfs
+	for page in man/*.[158]; do \
+	    install -Dm644 -t $(PREFIX)/share/man/man$${page##*.} $$page; done
+	install -m644 -t $(PREFIX)/share/doc/kvfs README.md CHANGELOG.md LICENSE docs/examples/*
+
+uninstall: ## remove what `make install` put there
+	rm -rf $(LIBDIR) $(PREFIX)/share/doc/kvfs
+	for page in man/*.[158]; do rm -f $(PREFIX)/share/man/man$${page##*.}/$${page##*/}; done
+	for link in $(PREFIX)/bin/kvfs $(PREFIX)/bin/kvctl $(SBINDIR)/mount.kvfs; do \
+	    case "$$(readlink $$link)" in $(LIBDIR)/*) rm -f $$link;; esac; done
+
+clean: ## remove builds and caches, keep .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	find kvfs cli gpu tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
