@@ -1,0 +1,1 @@
+"""Tools for tests of kvfs and of what is built on it. No product code imports this package."""

@@ -1,0 +1,131 @@
+"""Fixtures and guards of all tests.
+
+Every test gets an index root of its own and is followed by two guards. The leak guard fails a test
+that leaves a mount, a process or a shared-memory file behind, and removes what it found so that
+the next test starts clean. The log guard fails a test in which kvfs logged a WARNING or worse that
+the test had not announced: a fault that is swallowed and logged is a fault all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import hypothesis
+import pytest
+
+from kvfs.testing.leaks import LeakGuard
+
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=100, derandomize=False, print_blob=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+class ExpectLogs(Protocol):
+    def __call__(self, *patterns: str, optional: bool = False) -> None: ...
+
+
+# leaks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeakGuard]:
+    """Mark every process of the run, keep temporary files below its directory, check at the end."""
+    base = tmp_path_factory.getbasetemp()
+    scratch = base / "scratch"
+    scratch.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(scratch))
+        patch.setattr(tempfile, "tempdir", str(scratch))
+        patch.setenv("KVFS_INDEX", str(base / "index"))
+        patch.delenv("KVFS_STORE", raising=False)
+        patch.setenv("XDG_CONFIG_HOME", str(base / "config"))
+        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+        guard = LeakGuard(base, marker=uuid.uuid4().hex)
+        patch.setenv(guard.variable, guard.marker)
+        before = guard.snapshot()
+        yield guard
+        left = guard.clean_up(before)
+        left += [f"open file {path}" for path in guard.open_files()]
+    assert not left, "the test run left behind: " + "; ".join(left)
+
+
+@pytest.fixture(autouse=True)
+def _test_leaks(_session_leaks: LeakGuard) -> Iterator[None]:
+    before = _session_leaks.snapshot()
+    yield
+    left = _session_leaks.clean_up(before)
+    assert not left, "the test left behind (removed now): " + "; ".join(left)
+
+
+# logs
+
+
+class _Unexpected(logging.Handler):
+    """Collects what kvfs logs at WARNING and above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        self.expected: dict[str, bool] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(f"{record.name} {record.levelname}: {record.getMessage()}")
+
+    def expect(self, *patterns: str, optional: bool = False) -> None:
+        self.expected.update(dict.fromkeys(patterns, optional))
+
+    def faults(self) -> list[str]:
+        """What was logged and not expected, then what was expected and not logged."""
+        faults = [
+            message
+            for message in self.messages
+            if not any(re.search(pattern, message) for pattern in self.expected)
+        ]
+        for pattern, optional in self.expected.items():
+            if not optional and not any(re.search(pattern, m) for m in self.messages):
+                faults.append(f"expected, but not logged: {pattern}")
+        return faults
+
+
+@pytest.fixture(autouse=True)
+def expect_logs(request: pytest.FixtureRequest) -> Iterator[ExpectLogs]:
+    """`expect_logs(r"segment \\w+ sealed")` announces a warning that the test provokes.
+
+    The same as the marker `expect_logs`. A pattern is searched in "logger LEVEL: message"; one
+    that is not optional and never logged fails the test as well. Child processes are not seen.
+    """
+    handler = _Unexpected()
+    for marker in request.node.iter_markers("expect_logs"):
+        handler.expect(*marker.args, **marker.kwargs)
+    logger = logging.getLogger("kvfs")
+    logger.addHandler(handler)
+    yield handler.expect
+    logger.removeHandler(handler)
+    faults = handler.faults()
+    assert not faults, "kvfs logged:\n  " + "\n  ".join(faults)
+
+
+# places
+
+
+@pytest.fixture(autouse=True)
+def index_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of this test's indexes, for its process and its children (KVFS_INDEX)."""
+    path = tmp_path / "index"
+    monkeypatch.setenv("KVFS_INDEX", str(path))
+    return path
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Path:
+    """A path below the test's own directory at which no store exists yet."""
+    return tmp_path / "store"
