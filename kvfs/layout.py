@@ -180,7 +180,7 @@ class Identity:
     _fingerprint: bytes = field(init=False, repr=False, compare=False, default=b"")
 
     def __post_init__(self) -> None:
-        for name in ("model", "weights", "tokenizer", "record_format"):
+        for name in ("model", "weights", "tokenizer", "record_format", "hash"):
             _check_str(name, getattr(self, name))
         for name in ("adapter", "salt"):
             _check_str(name, getattr(self, name), empty=True)
