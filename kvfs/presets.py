@@ -56,7 +56,9 @@ def get(
         raise InputError(f"no preset {name!r}; there are {', '.join(_PRESETS)}")
     share = Partition() if partition is None else partition
     if share.cp_size > 1:
-        raise InputError("presets hold whole blocks; a context-parallel rank needs its own identity")
+        raise InputError(
+            "presets hold whole blocks; a context-parallel rank needs its own identity"
+        )
     layout = build(share)
     return Identity(
         model=name,
