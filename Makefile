@@ -73,6 +73,7 @@ man: $(VENV)/.core ## write man/*.1 from the commands
 install: .ci/system-packages ## install for all users: PREFIX=/usr/local SBINDIR=/sbin
 	.ci/system-packages $(PYTHON)
 	$(PYTHON) -m venv $(LIBDIR)
+	rm -rf build  # setuptools would pack what an older version left there
 	$(LIBDIR)/bin/python -m pip --disable-pip-version-check install --quiet '.[fuse,blake3]'
 	install -d $(PREFIX)/bin $(SBINDIR) $(PREFIX)/share/doc/kvfs
 	ln -sfn $(LIBDIR)/bin/kvfs $(PREFIX)/bin/kvfs
