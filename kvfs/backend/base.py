@@ -1,0 +1,143 @@
+"""The interface of a storage backend, and the two loops that every caller of it needs.
+
+Paths are relative to the store's directory, with "/" between the parts. Calls block; callers that
+must not block keep them in a process of their own. Everything raises OSError with a true errno;
+nothing here interprets it. Implementations are safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+# Linux takes at most IOV_MAX (1024) buffers in one vectored call.
+IOV_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """An open file: the descriptor and the path it was opened by."""
+
+    fd: int
+    path: str
+
+
+class WriteCut(OSError):
+    """A write that ended early: `written` bytes are in the file, the rest is not."""
+
+    def __init__(self, code: int, written: int, path: str) -> None:
+        super().__init__(code, os.strerror(code), path)
+        self.written = written
+
+
+class Backend(Protocol):
+    """One shared directory. See the module docstring for the rules all methods follow."""
+
+    root: str
+
+    def create(self, path: str) -> OpenFile:
+        """Makes a new file for writing; the parents are made too. EEXIST if it is there."""
+        ...
+
+    def open(self, path: str) -> OpenFile:
+        """Opens a file for reading."""
+        ...
+
+    def close(self, file: OpenFile) -> None: ...
+
+    def readv(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+        """One vectored read; returns the bytes read, which may be fewer than asked."""
+        ...
+
+    def writev(self, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
+        """One vectored write; returns the bytes written, which may be fewer than given."""
+        ...
+
+    def sync(self, file: OpenFile) -> None:
+        """Makes all completed writes to the file durable."""
+        ...
+
+    def truncate(self, file: OpenFile, size: int) -> None: ...
+
+    def size(self, path: str) -> int:
+        """The file's length as far as this host knows: for rebuild and fsck, never for serving."""
+        ...
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory, sorted; empty if it does not exist."""
+        ...
+
+    def unlink(self, path: str) -> None:
+        """Removes a file; one that is gone already is no error."""
+        ...
+
+    def remove_empty(self, path: str) -> bool:
+        """Removes a directory if it is empty; says whether it did."""
+        ...
+
+    def load(self, path: str, limit: int) -> bytes:
+        """The whole content of a small file. EFBIG if it is larger than limit bytes."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Puts a small file in place of an older one in one step, durably."""
+        ...
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        """Makes a small file unless it exists, whole or not at all; says whether it did."""
+        ...
+
+    def free_bytes(self) -> tuple[int, int]:
+        """(free, total) bytes of the file system that holds the store."""
+        ...
+
+
+def write_all(backend: Backend, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
+    """Writes all buffers at offset, however many calls it takes; returns the bytes written.
+
+    A short count is not success: what is left is written again (BUGS kind: a full disk gives a
+    short count first and an error only on the next call). Raises WriteCut with what got there.
+    """
+    done = 0
+    queue = [memoryview(b).cast("B") for b in buffers if len(b)]
+    queue.reverse()
+    while queue:
+        batch = queue[: -IOV_MAX - 1 : -1]
+        try:
+            n = backend.writev(file, batch, offset + done)
+        except OSError as e:
+            raise WriteCut(e.errno or errno.EIO, done, file.path) from e
+        if n <= 0:
+            raise WriteCut(errno.ENOSPC, done, file.path)
+        done += n
+        _consume(queue, n)
+    return done
+
+
+def read_into(backend: Backend, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fills the buffers from offset on; returns the bytes read, fewer only at the file's end."""
+    done = 0
+    queue = [memoryview(b).cast("B") for b in buffers if len(b)]
+    queue.reverse()
+    while queue:
+        n = backend.readv(file, queue[: -IOV_MAX - 1 : -1], offset + done)
+        if n <= 0:
+            break
+        done += n
+        _consume(queue, n)
+    return done
+
+
+def _consume(queue: list[memoryview], n: int) -> None:
+    """Takes n bytes off the front of a reversed queue of views."""
+    while n:
+        view = queue.pop()
+        if n < len(view):
+            queue.append(view[n:])
+            return
+        n -= len(view)

@@ -1,0 +1,128 @@
+"""The backend for any POSIX directory: local disk, NFS, a FUSE mount, 3FS's mount for small things.
+
+Uses only what shared file systems keep their word on: exclusive create, reads and writes at an
+offset, rename of a small file, unlink. No locks, no O_APPEND, no mmap, no xattrs, no stat to serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+
+from kvfs.backend.base import Buffer, OpenFile, read_into, write_all
+
+# One call moves at most 0x7ffff000 bytes on Linux; read_into and write_all loop over the rest.
+_FILE_MODE = 0o600
+_DIR_MODE = 0o700
+
+
+class PosixBackend:
+    """A store's directory reached by ordinary system calls."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)
+
+    def _at(self, path: str) -> str:
+        return os.path.join(self.root, path)
+
+    def create(self, path: str) -> OpenFile:
+        full = self._at(path)
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+        try:
+            return OpenFile(os.open(full, flags, _FILE_MODE), path)
+        except FileNotFoundError:
+            self._make_parents(path)
+        return OpenFile(os.open(full, flags, _FILE_MODE), path)
+
+    def _make_parents(self, path: str) -> None:
+        # Never above the store: when its mount is away the store's own directory is missing or
+        # empty, and making it would put the data on the disk below the mount point.
+        if not os.path.isdir(self.root):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.root)
+        os.makedirs(os.path.dirname(self._at(path)), _DIR_MODE, exist_ok=True)
+
+    def open(self, path: str) -> OpenFile:
+        return OpenFile(os.open(self._at(path), os.O_RDONLY | os.O_CLOEXEC), path)
+
+    def close(self, file: OpenFile) -> None:
+        os.close(file.fd)
+
+    def readv(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(file.fd, buffers, offset)
+
+    def writev(self, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
+        return os.pwritev(file.fd, buffers, offset)
+
+    def sync(self, file: OpenFile) -> None:
+        os.fdatasync(file.fd)
+
+    def truncate(self, file: OpenFile, size: int) -> None:
+        os.ftruncate(file.fd, size)
+
+    def size(self, path: str) -> int:
+        return os.stat(self._at(path)).st_size
+
+    def names(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._at(path)))
+        except FileNotFoundError:
+            return []
+
+    def unlink(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._at(path))
+
+    def remove_empty(self, path: str) -> bool:
+        try:
+            os.rmdir(self._at(path))
+        except OSError as e:
+            if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                return False
+            raise
+        return True
+
+    def load(self, path: str, limit: int) -> bytes:
+        file = self.open(path)
+        try:
+            data = bytearray(limit + 1)
+            n = read_into(self, file, [memoryview(data)], 0)
+        finally:
+            self.close(file)
+        if n > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+        return bytes(data[:n])
+
+    def replace(self, path: str, data: bytes) -> None:
+        temporary = self._write_beside(path, data)
+        os.replace(self._at(temporary), self._at(path))
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        # A hard link makes the finished file appear in one step and refuses to replace another.
+        temporary = self._write_beside(path, data)
+        try:
+            os.link(self._at(temporary), self._at(path))
+        except FileExistsError:
+            return False
+        finally:
+            self.unlink(temporary)
+        return True
+
+    def _write_beside(self, path: str, data: bytes) -> str:
+        temporary = f"{path}.{secrets.token_hex(6)}.new"
+        file = self.create(temporary)
+        try:
+            write_all(self, file, [data], 0)
+            self.sync(file)
+        except OSError:
+            self.unlink(temporary)
+            raise
+        finally:
+            self.close(file)
+        return temporary
+
+    def free_bytes(self) -> tuple[int, int]:
+        v = os.statvfs(self.root)
+        return v.f_bavail * v.f_frsize, v.f_blocks * v.f_frsize

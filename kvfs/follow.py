@@ -1,0 +1,197 @@
+"""Journals into the index: what other writers made visible, and what a killed one left unapplied.
+
+The entries of all journals are merged by their time, so that a rebuilt index tells the same story
+as one that followed along. Each batch is one transaction together with the offsets it reached: a
+follower that is killed goes on where it was, and applying something twice changes nothing.
+
+Blocking; reads the shared storage. Several processes of a host may do it at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfs.backend import Backend
+from kvfs.errors import FormatError
+from kvfs.frames import ClassEntry, Entry, NamespaceEntry, RunEntry, SegmentEntry
+from kvfs.index import Index, apply_journal
+from kvfs.index.apply import Applier
+from kvfs.index.index import FIRST_FRAME, LAST, JournalState
+from kvfs.journal import JournalReader
+from kvfs.segment import WRITER_BYTES
+
+BATCH = 2000
+_READ = 1 << 20
+_READ_LIMIT = 128 << 20  # above the largest frame
+
+Progress = Callable[[int], None]
+"""Called with the number of entries applied since the last call."""
+
+
+@dataclass(slots=True)
+class Followed:
+    """What one turn of following did."""
+
+    entries: int = 0
+    journals: int = 0
+    problems: list[str] = field(default_factory=list)
+    """Journals that could not be read to their end, and why."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """An entry and its place."""
+
+    writer: str
+    writer_id: bytes
+    number: int
+    start: int
+    end: int
+    entry: Entry | None
+
+
+class Follower:
+    """Applies the journals of a store to one index."""
+
+    def __init__(self, backend: Backend, index: Index, store: bytes) -> None:
+        self.backend = backend
+        self.index = index
+        self.store = store
+
+    def catch_up(self, only: str | None = None, progress: Progress | None = None) -> Followed:
+        """Applies all that the journals hold now and the index has not.
+
+        only: one writer's name. Raises IndexFault; what is wrong with a journal is reported in the
+        result and does not stop the others.
+        """
+        result = Followed()
+        steps = self._steps(self.index.journals(), only, result)
+        for batch in _batches(steps, BATCH):
+            self.index.write(lambda a, batch=batch: _apply(a, batch))  # type: ignore[misc]
+            result.entries += len(batch)
+            if progress is not None:
+                progress(len(batch))
+        return result
+
+    def replay(self, applier: Applier, progress: Progress | None = None) -> Followed:
+        """Applies all journals from their beginning within the caller's transaction."""
+        result = Followed()
+        for batch in _batches(self._steps({}, None, result), BATCH):
+            _apply(applier, batch)
+            result.entries += len(batch)
+            if progress is not None:
+                progress(len(batch))
+        return result
+
+    def _steps(
+        self, states: dict[tuple[bytes, int], JournalState], only: str | None, result: Followed
+    ) -> Iterator[_Step]:
+        """The new entries of all journals, merged by time."""
+        last: dict[bytes, JournalState] = {}
+        for (writer_id, number), state in states.items():
+            if writer_id not in last or number > last[writer_id].number:
+                last[writer_id] = state
+        streams = []
+        for writer in self.backend.names("log") if only is None else [only]:
+            known = writer_id_of(writer)
+            if known is None:
+                continue
+            reached = last.get(known)
+            if reached is None or reached.ended != LAST:
+                result.journals += 1
+                streams.append(self._writer(writer, known, reached, result))
+        merged = heapq.merge(*(_timed(s, i) for i, s in enumerate(streams)))
+        return (step for _, _, _, step in merged)
+
+    def _writer(
+        self, writer: str, writer_id: bytes, state: JournalState | None, result: Followed
+    ) -> Iterator[_Step]:
+        """One writer's new entries, over all its journals."""
+        number = 0 if state is None else state.number
+        offset = FIRST_FRAME if state is None else max(state.offset, FIRST_FRAME)
+        while True:
+            reader = JournalReader(self.backend, writer, number, self.store)
+            try:
+                yield from self._journal(reader, writer, writer_id, number, offset)
+            except FileNotFoundError:
+                return
+            except (OSError, FormatError) as e:
+                result.problems.append(f"{reader.path}: {e}")
+                return
+            number, offset = number + 1, FIRST_FRAME
+
+    def _journal(
+        self, reader: JournalReader, writer: str, writer_id: bytes, number: int, offset: int
+    ) -> Iterator[_Step]:
+        limit = _READ
+        while True:
+            data = reader.read(offset, limit)
+            before = offset
+            for entry, end in reader.decode(data, offset):
+                yield _Step(writer, writer_id, number, offset, end, entry)
+                offset = end
+            if len(data) < limit:
+                return
+            if offset == before:  # a frame larger than what was read, or a damaged one
+                if limit >= _READ_LIMIT:
+                    return
+                limit *= 4
+
+
+def _timed(steps: Iterator[_Step], stream: int) -> Iterator[tuple[int, int, int, _Step]]:
+    """Adds a sort key that never falls within a stream, whatever the writer's clock did."""
+    latest = 0
+    for i, step in enumerate(steps):
+        latest = max(latest, _time(step.entry))
+        yield latest, stream, i, step
+
+
+def _time(entry: Entry | None) -> int:
+    if isinstance(entry, RunEntry):
+        return entry.written_ms
+    if isinstance(entry, SegmentEntry):
+        return entry.created_ms
+    if entry is None or isinstance(entry, NamespaceEntry | ClassEntry):
+        return 0
+    return entry.when_ms
+
+
+def _batches(steps: Iterator[_Step], size: int) -> Iterator[list[_Step]]:
+    batch: list[_Step] = []
+    for step in steps:
+        batch.append(step)
+        if len(batch) >= size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _apply(applier: Applier, batch: list[_Step]) -> Any:
+    """Applies a batch; consecutive entries of one journal go in together."""
+    at = 0
+    while at < len(batch):
+        first, end = batch[at], at + 1
+        while (
+            end < len(batch)
+            and batch[end].writer_id == first.writer_id
+            and batch[end].number == first.number
+        ):
+            end += 1
+        apply_journal(
+            applier, first.writer_id, first.number, first.writer,
+            first.start, [(s.entry, s.end) for s in batch[at:end]],
+        )  # fmt: skip
+        at = end
+
+
+def writer_id_of(writer: str) -> bytes | None:
+    """The 12-byte id at the end of a writer's name, or None if it is not one."""
+    try:
+        writer_id = bytes.fromhex(writer.rsplit("-", 1)[-1])
+    except ValueError:
+        return None
+    return writer_id if len(writer_id) == WRITER_BYTES else None

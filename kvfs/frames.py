@@ -1,0 +1,296 @@
+"""The entries of a journal and of a segment's footer, and how they are framed.
+
+A frame is 16 bytes of head and a body, padded with zeros to a multiple of 8; little-endian:
+
+  offset  size  field
+  0       4     body length in bytes, without padding
+  4       1     type
+  5       3     zeros
+  8       8     xxh3-64 of bytes 0..7 and the body, seeded with the file's seed plus the frame's
+                offset, so that bytes of another file or place are not taken for a frame
+
+Bodies (strings are a u16 length and UTF-8; hashes 16 bytes; times are milliseconds since 1970):
+
+  1 NAMESPACE  nsid 16, json string (u32 length)
+  2 CLASS      name string, seconds u64
+  3 SEGMENT    segment id 16, nsid 16, stride u32, extent u64, first u64, created u64,
+               ttl seconds u64, class string, path string
+  4 RUN        nsid 16, segment id 16, slot u32, block u32, written u64, expires u64, parent 16,
+               number of path heads u16, heads 16 each, number of blocks u32, hashes 16 each
+  5 RENEW      nsid 16, head 16, expires u64, when u64, class string, force u8
+  6 CUT        nsid 16, segment id 16, slot u32, count u32, when u64
+  7 DROP       segment id 16, when u64
+  8 SEAL       when u64, last u8: nothing follows in this journal; 1: nor in a next one
+
+The path heads of a RUN are the first hashes of the runs that lead to it in its writer's index, the
+root's child first: with them an index that cut the same chain into other runs finds the place.
+An unknown type is skipped and counted; it never changes what the others mean. No I/O here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from kvfs.chain import HASH_BYTES
+from kvfs.errors import FormatError
+
+HEAD = struct.Struct("<IB3xQ")
+_LEAD = struct.Struct("<IB3x")
+MAX_BODY = 64 << 20
+MAX_PATH_HEADS = 255
+
+_SEGMENT = struct.Struct("<16s16sIQQQQ")
+_RUN = struct.Struct("<16s16sIIQQ16sH")
+_RENEW = struct.Struct("<16s16sQQ")
+_CUT = struct.Struct("<16s16sIIQ")
+_DROP = struct.Struct("<16sQ")
+_SEAL = struct.Struct("<QB")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceEntry:
+    """A namespace came to be."""
+
+    nsid: bytes
+    json: str
+
+    def body(self) -> bytes:
+        data = self.json.encode()
+        return self.nsid + struct.pack("<I", len(data)) + data
+
+
+@dataclass(frozen=True, slots=True)
+class ClassEntry:
+    """A TTL class was defined or changed."""
+
+    name: str
+    seconds: int
+
+    def body(self) -> bytes:
+        return _string(self.name) + struct.pack("<Q", self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEntry:
+    """A segment was begun; published before its first run."""
+
+    segment: bytes
+    nsid: bytes
+    stride: int
+    extent: int
+    first: int
+    created_ms: int
+    ttl_seconds: int
+    ttl_class: str
+    path: str
+
+    def body(self) -> bytes:
+        fixed = _SEGMENT.pack(
+            self.segment, self.nsid, self.stride, self.extent, self.first,
+            self.created_ms, self.ttl_seconds,
+        )  # fmt: skip
+        return fixed + _string(self.ttl_class) + _string(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """Consecutive blocks of one chain became visible."""
+
+    nsid: bytes
+    segment: bytes
+    slot: int
+    block: int
+    written_ms: int
+    expires_ms: int
+    parent: bytes
+    heads: bytes
+    """Path heads, 16 bytes each."""
+    hashes: bytes
+    """Chain hash of every block, 16 bytes each."""
+
+    @property
+    def count(self) -> int:
+        return len(self.hashes) // HASH_BYTES
+
+    def body(self) -> bytes:
+        fixed = _RUN.pack(
+            self.nsid, self.segment, self.slot, self.block, self.written_ms, self.expires_ms,
+            self.parent, len(self.heads) // HASH_BYTES,
+        )  # fmt: skip
+        return b"".join((fixed, self.heads, struct.pack("<I", self.count), self.hashes))
+
+
+@dataclass(frozen=True, slots=True)
+class RenewEntry:
+    """A run's expiry moves: later only, or with `force` to exactly the time given."""
+
+    nsid: bytes
+    head: bytes
+    expires_ms: int
+    when_ms: int
+    ttl_class: str
+    force: bool
+
+    def body(self) -> bytes:
+        fixed = _RENEW.pack(self.nsid, self.head, self.expires_ms, self.when_ms)
+        return fixed + _string(self.ttl_class) + bytes([self.force])
+
+
+@dataclass(frozen=True, slots=True)
+class CutEntry:
+    """The records in `count` slots are no longer visible, nor what follows them in their run."""
+
+    nsid: bytes
+    segment: bytes
+    slot: int
+    count: int
+    when_ms: int
+
+    def body(self) -> bytes:
+        return _CUT.pack(self.nsid, self.segment, self.slot, self.count, self.when_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class DropEntry:
+    """A segment is no longer visible; its file goes after a grace period."""
+
+    segment: bytes
+    when_ms: int
+
+    def body(self) -> bytes:
+        return _DROP.pack(self.segment, self.when_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class SealEntry:
+    """The journal ends here; `last`: its writer is gone for good, there is no next one."""
+
+    when_ms: int
+    last: bool
+
+    def body(self) -> bytes:
+        return _SEAL.pack(self.when_ms, self.last)
+
+
+Entry = (
+    NamespaceEntry | ClassEntry | SegmentEntry | RunEntry | RenewEntry | CutEntry | DropEntry
+    | SealEntry
+)  # fmt: skip
+_TYPES: tuple[type[Entry], ...] = (
+    NamespaceEntry, ClassEntry, SegmentEntry, RunEntry, RenewEntry, CutEntry, DropEntry, SealEntry,
+)  # fmt: skip
+_NUMBER = {t: i for i, t in enumerate(_TYPES, 1)}
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<H", len(data)) + data
+
+
+def _take_string(body: memoryview, at: int) -> tuple[str, int]:
+    (n,) = struct.unpack_from("<H", body, at)
+    at += 2
+    if at + n > len(body):
+        raise ValueError("string beyond the body")
+    return bytes(body[at : at + n]).decode(), at + n
+
+
+def encode(entry: Entry, seed: int, offset: int) -> bytes:
+    """Returns the frame of an entry that will stand at `offset` of a file with this seed."""
+    body = entry.body()
+    lead = _LEAD.pack(len(body), _NUMBER[type(entry)])
+    frame = HEAD.pack(len(body), _NUMBER[type(entry)], _sum(lead, body, seed + offset))
+    return b"".join((frame, body, bytes(-len(body) % 8)))
+
+
+def _sum(lead: bytes, body: bytes | memoryview, seed: int) -> int:
+    h = xxhash.xxh3_64(lead, seed=seed & 0xFFFFFFFFFFFFFFFF)
+    h.update(body)
+    digest: int = h.intdigest()
+    return digest
+
+
+def decode_all(data: memoryview, seed: int, offset: int) -> Iterator[tuple[Entry | None, int]]:
+    """Yields (entry, offset behind it) for each whole, sound frame from the start of `data` on.
+
+    data: bytes of the file from `offset` on. Stops without an error at the first frame that is
+    torn, damaged or not there yet: what follows cannot be trusted. An entry of an unknown type is
+    yielded as None.
+    """
+    at = 0
+    while at + HEAD.size <= len(data):
+        length, kind, check = HEAD.unpack_from(data, at)
+        end = at + HEAD.size + length
+        if length > MAX_BODY or end > len(data):
+            return
+        body = data[at + HEAD.size : end]
+        if _sum(_LEAD.pack(length, kind), body, seed + offset + at) != check:
+            return
+        at = end + -length % 8
+        if at > len(data):
+            return
+        yield _decode(kind, body), offset + at
+
+
+def _decode(kind: int, body: memoryview) -> Entry | None:
+    """Decodes a body whose checksum is right. Raises FormatError if it does not fit its type."""
+    if not 1 <= kind <= len(_DECODERS):
+        return None
+    try:
+        return _DECODERS[kind - 1](body)
+    except (struct.error, ValueError) as e:
+        raise FormatError(f"journal entry of type {kind} does not fit its layout: {e}") from e
+
+
+def _namespace(body: memoryview) -> NamespaceEntry:
+    (n,) = struct.unpack_from("<I", body, 16)
+    return NamespaceEntry(bytes(body[:16]), bytes(body[20 : 20 + n]).decode())
+
+
+def _class(body: memoryview) -> ClassEntry:
+    name, at = _take_string(body, 0)
+    return ClassEntry(name, struct.unpack_from("<Q", body, at)[0])
+
+
+def _segment(body: memoryview) -> SegmentEntry:
+    fixed: Any = _SEGMENT.unpack_from(body)
+    name, at = _take_string(body, _SEGMENT.size)
+    path, _ = _take_string(body, at)
+    return SegmentEntry(*fixed, ttl_class=name, path=path)
+
+
+def _run(body: memoryview) -> RunEntry:
+    fixed: Any
+    *fixed, n_heads = _RUN.unpack_from(body)
+    at = _RUN.size + n_heads * HASH_BYTES
+    (count,) = struct.unpack_from("<I", body, at)
+    if len(body) != at + 4 + count * HASH_BYTES or not count:
+        raise ValueError(f"{count} hashes in {len(body)} bytes")
+    return RunEntry(*fixed, heads=bytes(body[_RUN.size : at]), hashes=bytes(body[at + 4 :]))
+
+
+def _renew(body: memoryview) -> RenewEntry:
+    fixed: Any = _RENEW.unpack_from(body)
+    name, at = _take_string(body, _RENEW.size)
+    return RenewEntry(*fixed, ttl_class=name, force=bool(body[at]))
+
+
+def _cut(body: memoryview) -> CutEntry:
+    return CutEntry(*_CUT.unpack_from(body))
+
+
+def _drop(body: memoryview) -> DropEntry:
+    return DropEntry(*_DROP.unpack_from(body))
+
+
+def _seal(body: memoryview) -> SealEntry:
+    when_ms, last = _SEAL.unpack_from(body)
+    return SealEntry(when_ms, bool(last))
+
+
+_DECODERS = (_namespace, _class, _segment, _run, _renew, _cut, _drop, _seal)

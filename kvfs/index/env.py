@@ -1,0 +1,226 @@
+"""One LMDB environment per index directory and process, and the rules it must be used by.
+
+LMDB breaks when an environment is opened twice in a process, used across fork, resized under a
+transaction or by a process that missed a resize. All of that is dealt with here:
+
+- `acquire` hands out one environment per real path, reference-counted;
+- a forked child gets an environment of its own; the parent's is never touched by it;
+- a full map is doubled and the transaction run again; a map that another process grew is adopted;
+- slots of dead readers are cleared at open and when the table is full.
+
+Threads: reads may run on any thread, many at once, for milliseconds; one write at a time, begun,
+run and committed on the calling thread (LMDB's writer mutex belongs to a thread).
+
+Commits are not synced: the index is derived data. A process that dies loses nothing (the pages are
+the kernel's); a machine that dies leaves an index that kvfs.index.guard throws away.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import lmdb
+
+from kvfs.errors import IndexFault
+
+T = TypeVar("T")
+# A map is address space, not disk: 8 GiB holds some 200 million blocks before the first growth.
+MAP_BYTES = 8 << 30
+MAX_MAP_BYTES = 1 << 42
+MAX_READERS = 1024
+
+_lock = threading.Lock()
+_open: dict[str, Env] = {}
+_abandoned: list[Any] = []  # environments of a parent process: never closed, never used
+
+
+class Env:
+    """An open LMDB environment. Get one with `acquire`, give it back with `release`."""
+
+    def __init__(self, path: str, map_bytes: int) -> None:
+        self.path = path
+        self._map_bytes = map_bytes
+        self._gate = threading.Condition(threading.Lock())
+        self._active = 0
+        self._resizing = False
+        self._write_lock = threading.Lock()
+        self.users = 0
+        self._connect()
+
+    def _connect(self) -> None:
+        try:
+            self._env = lmdb.open(
+                self.path, map_size=self._map_bytes, subdir=True, create=True, sync=False,
+                metasync=False, readahead=False, writemap=False, max_readers=MAX_READERS,
+                max_spare_txns=8,
+            )  # fmt: skip
+            self._env.reader_check()
+        except lmdb.Error as e:
+            raise IndexFault(f"{self.path}: {e}; `kvctl rebuild` makes the index anew") from e
+
+    def begin_read(self) -> Any:
+        """Begins a read transaction; its values are memoryviews. End it with `end_read`."""
+        with self._gate:
+            while self._resizing:
+                self._gate.wait()
+            self._active += 1
+        try:
+            return self._begin(False)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _begin(self, write: bool) -> Any:
+        try:
+            return self._env.begin(write=write, buffers=True)
+        except lmdb.ReadersFullError:
+            if not self._env.reader_check():
+                raise IndexFault(
+                    f"{self.path}: {MAX_READERS} live readers, no slot left; stop some"
+                ) from None
+            return self._env.begin(write=write, buffers=True)
+        except lmdb.MapResizedError:
+            pass
+        # Adopting the larger map needs all other transactions of this process to be over.
+        self._resize(0, own=1)
+        return self._env.begin(write=write, buffers=True)
+
+    def end_read(self, txn: Any) -> None:
+        txn.abort()
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._gate:
+            self._active -= 1
+            if not self._active or self._resizing:
+                self._gate.notify_all()
+
+    @contextmanager
+    def read(self) -> Iterator[Any]:
+        txn = self.begin_read()
+        try:
+            yield txn
+        finally:
+            self.end_read(txn)
+
+    def write(self, work: Callable[[Any], T]) -> T:
+        """Runs work(txn) in a write transaction and commits; grows a full map and runs it again.
+
+        `work` must depend on nothing but the transaction, since it may run more than once; if it
+        raises, nothing is written. Raises IndexFault for what LMDB cannot do.
+        """
+        with self._write_lock:
+            while True:
+                try:
+                    return self._write_once(work)
+                except lmdb.MapFullError:
+                    self._grow()
+                except lmdb.Error as e:
+                    raise IndexFault(f"{self.path}: {e}") from e
+
+    def _write_once(self, work: Callable[[Any], T]) -> T:
+        with self._gate:
+            while self._resizing:
+                self._gate.wait()
+            self._active += 1
+        try:
+            with self._begin(True) as txn:
+                return work(txn)
+        finally:
+            self._leave()
+
+    def _grow(self) -> None:
+        size = self._env.info()["map_size"] * 2
+        if size > MAX_MAP_BYTES:
+            raise IndexFault(f"{self.path}: the index would outgrow {MAX_MAP_BYTES} bytes")
+        self._resize(size, own=0)
+
+    def _resize(self, size: int, own: int) -> None:
+        """Sets the map size (0: what the file says) when only `own` transactions are under way."""
+        with self._gate:
+            while self._resizing:
+                if own:  # two readers met a grown map: one resizes, the others step back
+                    self._active -= 1
+                    self._gate.notify_all()
+                    while self._resizing:
+                        self._gate.wait()
+                    self._active += 1
+                    return
+                self._gate.wait()
+            self._resizing = True
+            while self._active > own:
+                self._gate.wait()
+            try:
+                self._env.set_mapsize(size)
+            finally:
+                self._resizing = False
+                self._gate.notify_all()
+
+    def info(self) -> dict[str, int]:
+        """LMDB's figures: map_size, last_pgno, num_readers, ... and page counts in bytes."""
+        stat = self._env.stat()
+        info: dict[str, int] = {k: cast(int, v) for k, v in self._env.info().items()}
+        info["used_bytes"] = (info["last_pgno"] + 1) * int(stat["psize"])
+        return info
+
+    def reader_check(self) -> int:
+        """Clears the slots of dead readers; returns how many there were."""
+        return int(self._env.reader_check())
+
+    def sync(self) -> None:
+        self._env.sync(True)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def abandon(self) -> None:
+        """Gives up an environment inherited through fork without touching it."""
+        _abandoned.append(self._env)
+
+
+def acquire(path: str, map_bytes: int = MAP_BYTES) -> tuple[Env, bool]:
+    """Returns the process's one environment for a directory and whether this call opened it."""
+    real = os.path.realpath(path)
+    with _lock:
+        env = _open.get(real)
+        fresh = env is None
+        if env is None:
+            os.makedirs(real, 0o700, exist_ok=True)
+            env = _open[real] = Env(real, map_bytes)
+        env.users += 1
+        return env, fresh
+
+
+def release(env: Env) -> bool:
+    """Gives an environment back; the last user closes it. Says whether it was closed."""
+    with _lock:
+        env.users -= 1
+        if env.users > 0 or _open.get(env.path) is not env:
+            return False
+        del _open[env.path]
+        env.close()
+        return True
+
+
+def generation() -> int:
+    """A number that changes in a forked child: handles made before it must be opened again."""
+    return _generation
+
+
+_generation = 0
+
+
+def _after_fork() -> None:
+    global _generation, _lock
+    _generation += 1
+    _lock = threading.Lock()
+    for env in _open.values():
+        env.abandon()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

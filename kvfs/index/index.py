@@ -1,0 +1,290 @@
+"""A host's index: open it, look things up, apply journal entries.
+
+Thread-safe. After a fork the child's first use opens the index anew. Reads copy what they return,
+so no transaction outlives a call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from kvfs.chain import HASH_BYTES, PrefixHasher
+from kvfs.errors import IndexFault
+from kvfs.frames import Entry, SealEntry
+from kvfs.index.apply import Applier
+from kvfs.index.env import MAP_BYTES, Env, acquire, generation, release
+from kvfs.index.guard import Guard
+from kvfs.index.lookup import Found, longest_prefix
+from kvfs.index.schema import (
+    CLASS,
+    CLASSES,
+    FORMAT,
+    JOURNAL,
+    JOURNALS,
+    META,
+    NS,
+    PREFIX,
+    SEGMENTS,
+    U32,
+    U64,
+    Run,
+    Segment,
+    child_key,
+    run_key,
+    scan,
+)
+
+T = TypeVar("T")
+_COUNTER = b"n:"  # prefix in `meta` of the counters that `stats` prints
+
+
+class OutOfStep(Exception):
+    """The index has not applied the journal up to where these entries begin: read it first."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalState:
+    """How far a journal was applied."""
+
+    writer_id: bytes
+    number: int
+    writer: str
+    offset: int
+    ended: int
+    """0: more may come; ENDED: it is sealed, a next one follows; LAST: its writer is gone."""
+
+
+class Index:
+    """The index in one directory, opened for this process."""
+
+    def __init__(self, path: str, store: bytes, *, map_bytes: int = MAP_BYTES) -> None:
+        """Opens or makes it. Raises IndexFault; a damaged index is thrown away and made anew.
+
+        store: uuid the index belongs to, 16 bytes.
+        """
+        self.path = path
+        self.store = store
+        self._map_bytes = map_bytes
+        self._lock = threading.Lock()
+        self._closed = False
+        self._connect()
+
+    def _connect(self) -> None:
+        self._guard = Guard(self.path)
+        self.discarded = self._guard.discarded
+        """Why an older index was thrown away at open, or None."""
+        try:
+            self._env, _ = acquire(self.path, self._map_bytes)
+        except BaseException:
+            self._guard.leave(stamp=False)
+            raise
+        self._generation = generation()
+        self._segments: dict[int, Segment] = {}
+        try:
+            self._check_meta()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_meta(self) -> None:
+        with self._env.read() as txn:
+            found = (txn.get(META + b"format"), txn.get(META + b"store"))
+            format_, store = (None if v is None else bytes(v) for v in found)
+        if format_ is None:
+            self._guard.entered()
+
+            def create(txn: Any) -> None:
+                txn.put(META + b"format", FORMAT, overwrite=False)
+                txn.put(META + b"store", self.store, overwrite=False)
+
+            self._env.write(create)
+        elif format_ != FORMAT or store != self.store:
+            raise IndexFault(
+                f"{self.path}: an index of format {format_!r} for store "
+                f"{(store or b'').hex()}; remove the directory and run `kvctl rebuild`"
+            )
+
+    def env(self) -> Env:
+        """The environment, opened anew if this process was forked since."""
+        if self._generation != generation():
+            with self._lock:
+                if self._generation != generation():
+                    self._connect()
+        return self._env
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._generation != generation():
+            return  # the parent's
+        stamp = self._env.users == 1 and self._guard.needs_stamp()
+        if stamp:
+            self._env.sync()
+        closed = release(self._env)
+        self._guard.leave(stamp=stamp and closed)
+
+    # reading
+
+    def check(self, ns: int, hasher: PrefixHasher, now_ms: int) -> Found:
+        """The longest unexpired stored prefix. ns: the index's number of the namespace."""
+        env = self.env()
+        txn = env.begin_read()
+        try:
+            return longest_prefix(txn.get, run_key(ns, b""), hasher, now_ms)
+        finally:
+            env.end_read(txn)
+
+    def query(self, work: Callable[[Applier], T]) -> T:
+        """Runs work in a read transaction, with Applier's readers at hand; it must copy out."""
+        env = self.env()
+        with env.read() as txn:
+            return work(Applier(txn))
+
+    def _scan(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        """Copies of all rows with a prefix, the prefix taken off their keys."""
+        with self.env().read() as txn:
+            return [(bytes(k[len(prefix) :]), bytes(v)) for k, v in scan(txn, prefix)]
+
+    def namespaces(self) -> dict[bytes, tuple[int, str]]:
+        """namespace id -> (number in this index, identity as JSON)."""
+        return {k: (U32.unpack_from(v)[0], v[4:].decode()) for k, v in self._scan(NS)}
+
+    def classes(self) -> dict[str, int]:
+        """TTL class -> seconds."""
+        return {k.decode(): CLASS.unpack(v)[1] for k, v in self._scan(CLASSES)}
+
+    def class_names(self) -> dict[int, str]:
+        """Class number (as in runs) -> name."""
+        return {CLASS.unpack(v)[0]: k.decode() for k, v in self._scan(CLASSES)}
+
+    def segment(self, number: int) -> Segment:
+        """A segment by its number. Raises IndexFault if the index does not know it."""
+        segment = self._segments.get(number)
+        if segment is None:
+            segment = self.query(lambda a: a.segment(number))
+            if segment is None:
+                raise IndexFault(f"{self.path}: run in unknown segment {number}; rebuild the index")
+            self._segments[number] = segment
+        return segment
+
+    def segments(self) -> list[Segment]:
+        """All segments, dropped ones included, as they are now."""
+        rows = self._scan(SEGMENTS)
+        return [Segment.decode(PREFIX.unpack(k)[0], v) for k, v in rows]
+
+    def runs_of(self, number: int) -> list[Run]:
+        """The visible runs of a segment, in slot order."""
+        return self.query(lambda a: list(a.runs_of(number)))
+
+    def run(self, ns: int, head: bytes) -> Run | None:
+        return self.query(lambda a: a.run(ns, head))
+
+    def children(self, ns: int, parent: bytes) -> list[bytes]:
+        """First hashes of the runs that follow the block with hash `parent`."""
+        return [k for k, _ in self._scan(child_key(ns, parent))]
+
+    def runs_with_prefix(self, ns: int, prefix: bytes) -> list[Run]:
+        """The runs whose first hash begins with these bytes."""
+        with self.env().read() as txn:
+            return [Run.decode(k, v) for k, v in scan(txn, run_key(ns, prefix))]
+
+    def all_runs(self, ns: int, batch: int = 1000) -> Iterator[Run]:
+        """Yields every run of a namespace; each batch is one short transaction."""
+        prefix = after = run_key(ns, b"")
+        while True:
+            with self.env().read() as txn:
+                rows = islice(scan(txn, prefix, after), batch)
+                runs = [Run.decode(k, v) for k, v in rows]
+            yield from runs
+            if len(runs) < batch:
+                return
+            after = runs[-1].key() + b"\0"
+
+    def counters(self) -> dict[str, int]:
+        """The counters kept with `count`, and "blocks" and "orphans"."""
+        out = {}
+        for name, value in self._scan(META):
+            if name.startswith(_COUNTER):
+                out[name[len(_COUNTER) :].decode()] = U64.unpack(value)[0]
+            elif name in (b"blocks", b"orphans"):
+                out[name.decode()] = U64.unpack(value)[0]
+        return out
+
+    def journals(self) -> dict[tuple[bytes, int], JournalState]:
+        """How far each journal was applied."""
+        out = {}
+        for key, value in self._scan(JOURNALS):
+            offset, ended = JOURNAL.unpack_from(value)
+            writer = value[JOURNAL.size :].decode()
+            number = int.from_bytes(key[12:], "big")
+            out[key[:12], number] = JournalState(key[:12], number, writer, offset, ended)
+        return out
+
+    # writing
+
+    def write(self, work: Callable[[Applier], T]) -> T:
+        """Runs work with an Applier in one write transaction. It may run more than once."""
+        env = self.env()
+        self._guard.entered()
+
+        def run(txn: Any) -> T:
+            applier = Applier(txn)
+            result = work(applier)
+            applier.finish()
+            return result
+
+        return env.write(run)
+
+    def count(self, deltas: dict[str, int]) -> None:
+        """Adds to the counters that every process of this host shares."""
+        if deltas:
+            self.write(lambda a: add_counters(a, deltas))
+
+
+def add_counters(applier: Applier, deltas: dict[str, int]) -> None:
+    """Adds to the shared counters within a transaction."""
+    for name, n in deltas.items():
+        applier.add_meta((_COUNTER + name.encode()).decode(), n)
+
+
+def apply_journal(
+    applier: Applier,
+    writer_id: bytes,
+    number: int,
+    writer: str,
+    start: int,
+    entries: Iterable[tuple[Entry | None, int]],
+) -> None:
+    """Applies consecutive entries of a journal, each with the offset behind it, and notes the end.
+
+    start: offset of the first. What was applied before is skipped. Raises OutOfStep if the journal
+    was applied only up to some place before `start`.
+    """  # fmt: skip
+    key = JOURNALS + writer_id + number.to_bytes(4, "big")
+    value = applier.txn.get(key)
+    at, ended = (FIRST_FRAME, 0) if value is None else JOURNAL.unpack_from(value)
+    if at < start:
+        raise OutOfStep(f"{writer}/{number}: applied to {at}, entries begin at {start}")
+    for entry, end in entries:
+        if end <= at:
+            continue
+        at = end
+        if entry is None:
+            applier.count("unknown_entries")
+            continue
+        applier.apply(entry)
+        if isinstance(entry, SealEntry):
+            ended = LAST if entry.last else ENDED
+    applier.txn.put(key, JOURNAL.pack(at, ended) + writer.encode())
+
+
+ENDED, LAST = 1, 2
+FIRST_FRAME = 64
+"""Offset of a journal's first frame: the size of its header."""
+
+assert HASH_BYTES == 16  # RUN and the keys count on it

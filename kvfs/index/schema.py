@@ -1,0 +1,154 @@
+"""What stands in the LMDB index: tables, keys and values. The authoritative description.
+
+The index is a cache derived from the journals: it may be thrown away at any time. All tables live
+in LMDB's main database, told apart by the first byte of the key: named databases would have to be
+opened in a write transaction, and a reader must not wait for a writer. Numbers in keys are
+big-endian so that they sort; in values little-endian. `ns` is a u32 the index gives to each
+namespace, `seg` a u32 it gives to each segment; neither leaves this index.
+
+  table     byte  key behind it           value
+  meta      m     name                    "format", "store": bytes; others are counters: u64
+  ns        n     namespace id 16         ns u32, identity as JSON
+  classes   t     class name              id u16, seconds u64
+  segids    i     segment id 16           seg u32
+  segments  s     seg                     SEGMENT below, path
+  runs      r     ns, hash of 1st block   RUN below, then the 16-byte hash of every block of the run
+  children  c     ns, parent hash, hash   empty; `hash` is the first block of a run that follows
+                                          the block with hash `parent`
+  placed    p     seg, slot of a run      ns, hash of its first block
+  cuts      x     segment id 16, slot     count u32: records taken out of sight, also before they
+                                          came in
+  journals  j     writer id 12, number    offset u64 applied up to, ended u8, writer's name
+
+Invariants, kept within each transaction: a row in `runs` has exactly one in `placed`, found by its
+seg and slot, and one in `children`, found by its parent; the counter "blocks" is the sum of the
+counts of all runs. Who repairs: `kvctl rebuild`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvfs.chain import HASH_BYTES
+from kvfs.segment import Geometry
+
+FORMAT = b"1"
+META, NS, CLASSES, SEGIDS, SEGMENTS = b"m", b"n", b"t", b"i", b"s"
+RUNS, CHILDREN, PLACED, CUTS, JOURNALS = b"r", b"c", b"p", b"x", b"j"
+
+U16 = struct.Struct("<H")
+U32 = struct.Struct("<I")
+U64 = struct.Struct("<Q")
+PREFIX = struct.Struct(">I")
+PLACE = struct.Struct(">II")
+CLASS = struct.Struct("<HQ")
+JOURNAL = struct.Struct("<QB")
+RUN = struct.Struct("<IIIIQQH6x16s")
+"""seg, slot, blocks, block number of the first, written ms, expires ms, class id, parent hash."""
+SEGMENT = struct.Struct("<16sIHBxIQQQQQ")
+"""segment id, ns, class id, state, stride, extent, first, created ms, ttl s, dropped ms."""
+
+LIVE, DROPPED, GONE = 0, 1, 2
+"""States of a segment: in use; out of sight, its file waits for the grace to end; file removed."""
+
+NEVER_MS = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A row of `runs`, decoded. `ns` and `head` are its key."""
+
+    ns: int
+    head: bytes
+    seg: int
+    slot: int
+    count: int
+    block: int
+    written_ms: int
+    expires_ms: int
+    class_id: int
+    parent: bytes
+    hashes: bytes
+
+    @classmethod
+    def decode(cls, key: bytes | memoryview, value: bytes | memoryview) -> Run:
+        (ns,) = PREFIX.unpack_from(key, 1)
+        fields: Any = RUN.unpack_from(value)
+        return cls(ns, bytes(key[5:]), *fields, hashes=bytes(value[RUN.size :]))
+
+    def key(self) -> bytes:
+        return run_key(self.ns, self.head)
+
+    def value(self) -> bytes:
+        fixed = RUN.pack(
+            self.seg, self.slot, self.count, self.block, self.written_ms, self.expires_ms,
+            self.class_id, self.parent,
+        )  # fmt: skip
+        return fixed + self.hashes
+
+    def hash(self, i: int) -> bytes:
+        """Chain hash of the i-th block of the run."""
+        return self.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A row of `segments`, decoded. `number` is its key."""
+
+    number: int
+    segment: bytes
+    ns: int
+    class_id: int
+    state: int
+    geometry: Geometry
+    created_ms: int
+    ttl_seconds: int
+    dropped_ms: int
+    path: str
+
+    @classmethod
+    def decode(cls, number: int, value: bytes | memoryview) -> Segment:
+        (segment, ns, class_id, state, stride, extent, first, created, ttl,
+         dropped) = SEGMENT.unpack_from(value)  # fmt: skip
+        path = bytes(value[SEGMENT.size :]).decode()
+        geometry = Geometry(stride, extent, first)
+        return cls(number, segment, ns, class_id, state, geometry, created, ttl, dropped, path)
+
+    def value(self) -> bytes:
+        g = self.geometry
+        fixed = SEGMENT.pack(
+            self.segment, self.ns, self.class_id, self.state, g.stride, g.extent, g.first,
+            self.created_ms, self.ttl_seconds, self.dropped_ms,
+        )  # fmt: skip
+        return fixed + self.path.encode()
+
+
+def run_key(ns: int, head: bytes) -> bytes:
+    """Key of a run in `runs`, by the hash of its first block; with b"" what all of a `ns` share."""
+    return RUNS + PREFIX.pack(ns) + head
+
+
+def child_key(ns: int, parent: bytes, head: bytes = b"") -> bytes:
+    """Key in `children`; without a head what all children of a parent share."""
+    return CHILDREN + PREFIX.pack(ns) + parent + head
+
+
+def place_key(seg: int, slot: int | None = None) -> bytes:
+    """Key in `placed`; without a slot what all runs of a segment share."""
+    return PLACED + (PREFIX.pack(seg) if slot is None else PLACE.pack(seg, slot))
+
+
+def scan(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[Any, Any]]:
+    """Yields (key, value) buffers of all keys with a prefix, from `start` on, in order.
+
+    The buffers are valid until the next write of the transaction.
+    """
+    with txn.cursor() as cursor:
+        if cursor.set_range(start or prefix):
+            for key, value in cursor.iternext():
+                if key[: len(prefix)] != prefix:
+                    return
+                yield key, value

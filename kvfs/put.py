@@ -1,0 +1,193 @@
+"""PUT, the part that decides: what of a prompt is new, and in which runs it is stored.
+
+Blocks that are stored already are not written again; their lease is renewed instead, so that a
+caller who was told "stored" has them for the class's whole time. Nothing here raises for what the
+storage does: the result says what was stored and why not more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvfs.chain import HASH_BYTES, PrefixHasher
+from kvfs.errors import InputError, KvfsError
+from kvfs.frames import MAX_PATH_HEADS, Entry, RenewEntry, RunEntry
+from kvfs.index import Index
+from kvfs.index.lookup import Found, Match
+from kvfs.namespace import Namespace
+from kvfs.record import RunBlocks
+from kvfs.writer import Writer, Written, run_entry
+
+# A renewal that moves the expiry by less than this share of the time to live is not worth it.
+RENEW_SHARE = 8
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of a put.
+
+    blocks: whole blocks of the prompt; stored: newly written ones; existing: ones that were there;
+    bytes: payload bytes written; remainder_tokens: tokens behind the last whole block, never
+    stored; durable: the new blocks are on stable storage; error: why not all of them are stored.
+    """
+
+    blocks: int
+    stored: int
+    existing: int
+    bytes: int
+    remainder_tokens: int
+    durable: bool
+    error: KvfsError | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Every whole block of the prompt is stored."""
+        return self.stored + self.existing >= self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class TtlClass:
+    """A TTL class and the time it gives."""
+
+    name: str
+    seconds: int
+
+
+class Putter:
+    """Puts prompts through one writer."""
+
+    def __init__(self, index: Index, writer: Writer, class_seconds: dict[int, int]) -> None:
+        """class_seconds: class number of the index -> seconds, to compare classes."""
+        self.index = index
+        self.writer = writer
+        self.class_seconds = class_seconds
+
+    def put(
+        self, ns: Namespace, hasher: PrefixHasher, payloads: Sequence[memoryview],
+        first_block: int, ttl: TtlClass,
+    ) -> PutResult:  # fmt: skip
+        """Stores what is new of blocks first_block.. of the prompt.
+
+        payloads: one view of row_bytes a block, for blocks first_block.. up to the last whole one.
+        """
+        n, stored, error = hasher.n_blocks, 0, None
+        existing: int | None = None
+        for _ in range(_TRIES):
+            now = self.writer.settings.now_ms()
+            found = self.index.check(ns.number, hasher, now)
+            if existing is None:
+                existing = found.blocks
+            renewals = self._renewals(ns, hasher, found, ttl, now)
+            new, error = self._store(ns, hasher, payloads, first_block, ttl, found, renewals, now)
+            stored += new
+            # A collector may have dropped what we were about to renew: then look again.
+            if error is not None or not renewals:
+                break
+        existing = min(existing or 0, n - stored)
+        size = hasher.block_bytes
+        return PutResult(
+            n, stored, existing, stored * ns.row_bytes,
+            (len(hasher.buffer) - n * size) // 4,
+            self.writer.settings.durability != "none", error,
+        )  # fmt: skip
+
+    def _store(
+        self, ns: Namespace, hasher: PrefixHasher, payloads: Sequence[memoryview],
+        first_block: int, ttl: TtlClass, found: Found, renewals: list[Entry], now: int,
+    ) -> tuple[int, KvfsError | None]:  # fmt: skip
+        at, n = found.blocks, hasher.n_blocks
+        runs: list[tuple[Written, RunEntry]] = []
+        error: KvfsError | None = None
+        if at < first_block and at < n:
+            error = InputError(
+                f"blocks {at} to {first_block - 1} are not stored and were not given; "
+                "put from the first missing block on"
+            )
+            n = at
+        heads = bytearray(_heads(hasher, found.runs))
+        expires = now + ttl.seconds * 1000
+        while at < n:
+            run = RunBlocks.of(hasher, at, n)
+            try:
+                written = self.writer.write_run(
+                    ns, run, list(payloads[at - first_block :]), ttl.name, ttl.seconds, now
+                )
+            except KvfsError as e:
+                error = e
+                break
+            runs.append((written, run_entry(ns, written, run, bytes(heads), now, expires)))
+            heads += run.hashes[:HASH_BYTES]
+            at, error = at + written.blocks, written.error
+            if error is not None:
+                break
+        stored = at - found.blocks
+        if not runs and not renewals:
+            return 0, error
+        counters = {
+            "put_blocks": stored, "put_bytes": stored * ns.row_bytes,
+            "put_existing": found.blocks, "store_failures": int(error is not None),
+        }  # fmt: skip
+        try:
+            self.writer.publish(runs, renewals, counters)
+        except KvfsError as e:
+            return 0, e
+        return stored, error
+
+    def _renewals(
+        self, ns: Namespace, hasher: PrefixHasher, found: Found, ttl: TtlClass, now: int
+    ) -> list[Entry]:
+        """Renewals of the stored part; a shared block takes the longer class."""
+        expires, margin = now + ttl.seconds * 1000, ttl.seconds * 1000 // RENEW_SHARE
+        out: list[Entry] = []
+        for match in found.runs:
+            if expires - match.expires_ms <= margin:
+                continue
+            longer = ttl.seconds > self.class_seconds.get(match.class_id, 0)
+            head = hasher.digest(match.block + 1)
+            out.append(RenewEntry(ns.nsid, head, expires, now, ttl.name if longer else "", False))
+        return out
+
+
+def _heads(hasher: PrefixHasher, runs: Sequence[Match]) -> bytes:
+    """First hashes of the runs that lead to a new one: the first, and the most recent."""
+    kept = list(runs) if len(runs) <= MAX_PATH_HEADS else [runs[0], *runs[1 - MAX_PATH_HEADS :]]
+    return b"".join(hasher.digest(m.block + 1) for m in kept)
+
+
+def as_payloads(blocks: Any, count: int, row_bytes: int) -> list[memoryview]:
+    """One view of row_bytes a block, without a copy.
+
+    blocks: one contiguous buffer of at least count * row_bytes bytes, or a sequence of at least
+    `count` buffers of row_bytes each; what is beyond is left out. Raises InputError.
+    """
+    if isinstance(blocks, list | tuple):
+        if len(blocks) < count:
+            raise InputError(f"{count} blocks are to be stored; {len(blocks)} buffers were given")
+        views = [_bytes_view(b) for b in blocks[:count]]
+        for i, view in enumerate(views):
+            if len(view) != row_bytes:
+                raise InputError(
+                    f"block {i} has {len(view)} bytes; the layout's row is {row_bytes}"
+                )
+        return views
+    view = _bytes_view(blocks)
+    if len(view) < count * row_bytes:
+        raise InputError(
+            f"{count} blocks of {row_bytes} bytes are {count * row_bytes}; got {len(view)} bytes"
+        )
+    return [view[i * row_bytes : (i + 1) * row_bytes] for i in range(count)]
+
+
+def _bytes_view(buffer: Any) -> memoryview:
+    detach = getattr(buffer, "detach", None)
+    if detach is not None:  # a torch tensor, of any dtype
+        import torch
+
+        buffer = detach().cpu().contiguous().view(torch.uint8).numpy()
+    try:
+        return memoryview(buffer).cast("B")
+    except (TypeError, ValueError) as e:
+        raise InputError(f"a block is a contiguous buffer of bytes: {e}") from None
