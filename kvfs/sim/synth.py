@@ -13,6 +13,7 @@ shared between threads, except that PayloadSynth.first_difference has a scratch 
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,9 @@ GRAIN = 128
 HASH_BYTES = 16
 PAGE = 4096
 
-# Four digits to the base of the vocabulary tell more than 2**64 units apart.
+# Four digits to the base of the vocabulary tell more than 2**64 units apart; a fifth tells traces.
 _DIGITS = 4
+_STAMP = _DIGITS + 1
 _POOL_TOKENS = 1 << 17
 _POOL_BYTES = 1 << 20
 _POOL_STEP = 64
@@ -54,15 +56,16 @@ class TokenSynth:
     """Token ids for the requests of one trace.
 
     Every id's tokens fall into units of 128 (or one unit, if block_tokens is no multiple of that).
-    A unit begins with its own number in four digits to the base of the vocabulary; the rest is a
-    piece of the pool. So units of different ids differ for certain, and within the first tokens.
+    A unit begins with its own number in four digits to the base of the vocabulary and one that
+    stands for the trace; the rest is a piece of the pool. So units of different ids differ for
+    certain, and those of two traces replayed into one store do too, but for one pair in 129,280.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        """block_tokens: tokens an id stands for. Raises InputError if fewer than 4."""
-        if block_tokens < _DIGITS:
+    def __init__(self, block_tokens: int, trace: str = "") -> None:
+        """block_tokens: what an id stands for; trace: its name. Raises InputError below 5 tokens."""
+        if block_tokens < _STAMP:
             raise InputError(f"ids of {block_tokens} tokens are too short to be told apart")
-        self.block_tokens = block_tokens
+        self._family = crc32(trace.encode()) % VOCABULARY
         self.unit = GRAIN if block_tokens % GRAIN == 0 else block_tokens
         self._per_id = block_tokens // self.unit
         pool = (_random(_POOL_TOKENS + self.unit, 1) % np.uint64(VOCABULARY)).astype(np.uint32)
@@ -81,6 +84,7 @@ class TokenSynth:
         for digit in range(_DIGITS):
             out[:, digit] = units % base
             units = units // base
+        out[:, _DIGITS] = self._family
         flat: Tokens = out.reshape(-1)
         return flat[: request.tokens]
 

@@ -37,7 +37,7 @@ def test_the_model_by_hand() -> None:
 )
 def test_totals_of_real_traces(name: str, stored: int, blocks: int) -> None:
     opened = trace.find(name)
-    synth = TokenSynth(opened.header.block_tokens)
+    synth = TokenSynth(opened.header.block_tokens, name)
     model = PrefixModel()
     assert sum(model.step(synth.tokens(r)) for r in opened.requests()) == stored
     assert model.blocks == blocks
