@@ -62,7 +62,7 @@ class TokenSynth:
     """
 
     def __init__(self, block_tokens: int, trace: str = "") -> None:
-        """block_tokens: what an id stands for; trace: its name. Raises InputError below 5 tokens."""
+        """block_tokens: what an id stands for, 5 at least, else InputError; trace: its name."""
         if block_tokens < _STAMP:
             raise InputError(f"ids of {block_tokens} tokens are too short to be told apart")
         self._family = crc32(trace.encode()) % VOCABULARY
