@@ -15,9 +15,9 @@ from typing import Any
 from kvfs.backend import Backend
 from kvfs.errors import BackendError, FormatError, InputError, NoStoreError
 from kvfs.record import PAGE
-from kvfs.writer import DURABILITY
 
 MARKER = "kvfs.json"
+DURABILITY = ("none", "batch", "always")
 FORMAT = 1
 _LIMIT = 1 << 20
 MIN_EXTENT, MAX_EXTENT = PAGE, 1 << 30

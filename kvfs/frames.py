@@ -258,26 +258,27 @@ def _class(body: memoryview) -> ClassEntry:
 
 
 def _segment(body: memoryview) -> SegmentEntry:
-    fixed: Any = _SEGMENT.unpack_from(body)
     name, at = _take_string(body, _SEGMENT.size)
     path, _ = _take_string(body, at)
-    return SegmentEntry(*fixed, ttl_class=name, path=path)
+    fields: tuple[Any, ...] = (*_SEGMENT.unpack_from(body), name, path)
+    return SegmentEntry(*fields)
 
 
 def _run(body: memoryview) -> RunEntry:
-    fixed: Any
     *fixed, n_heads = _RUN.unpack_from(body)
     at = _RUN.size + n_heads * HASH_BYTES
     (count,) = struct.unpack_from("<I", body, at)
     if len(body) != at + 4 + count * HASH_BYTES or not count:
         raise ValueError(f"{count} hashes in {len(body)} bytes")
-    return RunEntry(*fixed, heads=bytes(body[_RUN.size : at]), hashes=bytes(body[at + 4 :]))
+    heads, hashes = bytes(body[_RUN.size : at]), bytes(body[at + 4 :])
+    fields: tuple[Any, ...] = (*fixed, heads, hashes)
+    return RunEntry(*fields)
 
 
 def _renew(body: memoryview) -> RenewEntry:
-    fixed: Any = _RENEW.unpack_from(body)
     name, at = _take_string(body, _RENEW.size)
-    return RenewEntry(*fixed, ttl_class=name, force=bool(body[at]))
+    fields: tuple[Any, ...] = (*_RENEW.unpack_from(body), name, bool(body[at]))
+    return RenewEntry(*fields)
 
 
 def _cut(body: memoryview) -> CutEntry:

@@ -18,7 +18,8 @@ from kvfs.index import Index
 from kvfs.index.lookup import Found, Match
 from kvfs.namespace import Namespace
 from kvfs.record import RunBlocks
-from kvfs.writer import Writer, Written, run_entry
+from kvfs.segment_writer import Written
+from kvfs.writer import Writer, run_entry
 
 # A renewal that moves the expiry by less than this share of the time to live is not worth it.
 RENEW_SHARE = 8
@@ -76,7 +77,7 @@ class Putter:
         n, stored, error = hasher.n_blocks, 0, None
         existing: int | None = None
         for _ in range(_TRIES):
-            now = self.writer.settings.now_ms()
+            now = self.writer.now_ms()
             found = self.index.check(ns.number, hasher, now)
             if existing is None:
                 existing = found.blocks
@@ -91,7 +92,7 @@ class Putter:
         return PutResult(
             n, stored, existing, stored * ns.row_bytes,
             (len(hasher.buffer) - n * size) // 4,
-            self.writer.settings.durability != "none", error,
+            self.writer.durable, error,
         )  # fmt: skip
 
     def _store(

@@ -34,7 +34,7 @@ from kvfs.namespace import Namespace
 from kvfs.plan import Extent, Plan
 from kvfs.put import PutResult, Putter, TtlClass, as_payloads
 from kvfs.removal import cuts_for, renewals_for
-from kvfs.writer import Settings, Writer
+from kvfs.writer import Writer
 
 _FLUSH_SECONDS = 10.0
 
@@ -194,9 +194,7 @@ class Store:
         with self._lock:
             if self._writer is None or self._writer.pid != os.getpid():
                 check_alive(self.backend, self.uuid)
-                c = self.config
-                settings = Settings(self.uuid, c.extent, c.segment_bytes, c.durability, self.clock)
-                self._writer = Writer(self.backend, self.index, settings)
+                self._writer = Writer(self.backend, self.index, self.config, self.clock)
             return self._writer
 
     def reader(self) -> Reader:

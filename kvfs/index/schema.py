@@ -76,8 +76,9 @@ class Run:
     @classmethod
     def decode(cls, key: bytes | memoryview, value: bytes | memoryview) -> Run:
         (ns,) = PREFIX.unpack_from(key, 1)
-        fields: Any = RUN.unpack_from(value)
-        return cls(ns, bytes(key[5:]), *fields, hashes=bytes(value[RUN.size :]))
+        hashes = bytes(value[RUN.size :])
+        fields: tuple[Any, ...] = (ns, bytes(key[5:]), *RUN.unpack_from(value), hashes)
+        return cls(*fields)
 
     def key(self) -> bytes:
         return run_key(self.ns, self.head)

@@ -1,0 +1,181 @@
+"""What was written becomes visible: steps two to five of a put (see kvfs.writer).
+
+Group commit: entries of all callers that wait are made durable, appended to the journal and applied
+to the index together by one of them, unless the store's policy is "always". Thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvfs.backend import Backend
+from kvfs.config import StoreConfig
+from kvfs.errors import KvfsError
+from kvfs.follow import Follower
+from kvfs.frames import Entry, RunEntry, SealEntry
+from kvfs.index import Index, OutOfStep, apply_journal
+from kvfs.index.apply import Applier
+from kvfs.index.index import add_counters
+from kvfs.journal import ROLL_BYTES, JournalWriter
+from kvfs.segment_writer import Written
+
+
+@dataclass(slots=True)
+class _Commit:
+    """What one caller wants published; it may go together with others'."""
+
+    runs: list[tuple[Written, RunEntry]]
+    others: list[Entry]
+    counters: dict[str, int]
+    done: bool = False
+    error: KvfsError | None = None
+
+
+class Publisher:
+    """One process's journal, and the way of its entries into the local index."""
+
+    def __init__(
+        self, backend: Backend, index: Index, config: StoreConfig, name: str, writer_id: bytes,
+        now_ms: Callable[[], int], failed: Callable[[OSError], KvfsError],
+    ) -> None:  # fmt: skip
+        """failed: turns an I/O error into what the caller of a put gets to see."""
+        self.backend = backend
+        self.index = index
+        self.config = config
+        self.name = name
+        self.id = writer_id
+        self.now_ms = now_ms
+        self.failed = failed
+        self._lock = threading.Lock()
+        self._queue: list[_Commit] = []
+        self._committing = threading.Lock()
+        self._journal: JournalWriter | None = None
+        self._next = 0
+
+    def publish(
+        self, runs: list[tuple[Written, RunEntry]], others: Iterable[Entry] = (),
+        counters: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Publishes runs that are written, and other entries; returns when they are visible.
+
+        With durability "batch" or "always" also when they are durable. Raises BackendError,
+        SpaceError or IndexFault; then they are not visible through this call, and may be written
+        again.
+        """
+        commit = _Commit(runs, list(others), counters or {})
+        self._commit(commit)
+        if commit.error is not None:
+            raise commit.error
+
+    def _commit(self, commit: _Commit) -> None:
+        with self._lock:
+            self._queue.append(commit)
+        with self._committing:
+            if commit.done:
+                return
+            with self._lock:
+                alone = self.config.durability == "always"
+                group = [commit] if alone else self._queue
+                self._queue = [c for c in self._queue if c is not commit] if alone else []
+            try:
+                self._publish_group(group)
+            except KvfsError as e:
+                for c in group:
+                    c.error = e
+            finally:
+                for c in group:
+                    c.done = True
+
+    def _publish_group(self, group: list[_Commit]) -> None:
+        durable = self.config.durability != "none"
+        segments = {w.segment.path: w.segment for c in group for w, _ in c.runs}
+        fresh = [s for s in segments.values() if not s.published]
+        entries: list[Entry] = [s.entry() for s in fresh]
+        for c in group:
+            entries += (entry for _, entry in c.runs)
+            entries += c.others
+        try:
+            if durable:
+                for segment in segments.values():
+                    self.backend.sync(segment.file)
+            journal, start, ends = self._append(entries, durable)
+        except OSError as e:
+            # What the kernel could not write back may be lost for good: no more into these.
+            for segment in segments.values():
+                segment.poisoned = True
+            raise self.failed(e) from e
+        for segment in fresh:
+            segment.published = True
+        counters: dict[str, int] = {}
+        for c in group:
+            for written, entry in c.runs:
+                written.segment.entries.append(entry)
+            for name, n in c.counters.items():
+                counters[name] = counters.get(name, 0) + n
+        self._apply(journal, start, list(zip(entries, ends, strict=True)), counters)
+
+    def _append(self, entries: list[Entry], durable: bool) -> tuple[JournalWriter, int, list[int]]:
+        """Appends to the journal; a journal that failed is abandoned and a new one tried once."""
+        for attempt in (0, 1):
+            journal = self._current_journal()
+            try:
+                start, ends = journal.append(entries)
+                if durable:
+                    journal.sync()
+                return journal, start, ends
+            except OSError:
+                # Readers stop at the torn frame; what they got of these entries before it is
+                # written whole, and applying it twice changes nothing.
+                self._journal = None
+                with contextlib.suppress(OSError):
+                    journal.close()
+                if attempt:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _current_journal(self) -> JournalWriter:
+        if self._journal is not None and self._journal.end > ROLL_BYTES:
+            self._end_journal(last=False)
+        if self._journal is None:
+            number, self._next = self._next, self._next + 1
+            self._journal = JournalWriter(
+                self.backend, self.name, self.id, number, self.config.uuid,
+                self.now_ms(),
+            )  # fmt: skip
+        return self._journal
+
+    def _apply(
+        self, journal: JournalWriter, start: int, entries: list[tuple[Entry | None, int]],
+        counters: dict[str, int],
+    ) -> None:  # fmt: skip
+        def apply(applier: Applier) -> None:
+            apply_journal(applier, self.id, journal.number, self.name, start, entries)
+            add_counters(applier, counters)
+
+        try:
+            self.index.write(apply)
+        except OutOfStep:
+            # Another process of this host read part of our journal, or the index was made anew.
+            Follower(self.backend, self.index, self.config.uuid).catch_up(self.name)
+            self.index.count(counters)
+
+    def _end_journal(self, *, last: bool) -> None:
+        journal, self._journal = self._journal, None
+        if journal is None:
+            return
+        with contextlib.suppress(OSError, KvfsError):
+            seal: list[Entry] = [SealEntry(self.now_ms(), last)]
+            start, ends = journal.append(seal)
+            if self.config.durability != "none":
+                journal.sync()
+            self._apply(journal, start, [(seal[0], ends[0])], {})
+        with contextlib.suppress(OSError):
+            journal.close()
+
+    def close(self) -> None:
+        """Ends the journal. Raises nothing: what was published stands."""
+        with self._committing:
+            self._end_journal(last=True)
