@@ -13,6 +13,7 @@ import pytest
 from kvfs.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE
 from kvfs.sim import demo, tour
 from kvfs.sim.replay import Result
+from kvfs.sim.screen import Screen
 
 
 @pytest.fixture
@@ -107,6 +108,35 @@ def test_a_reader_that_goes_away_ends_it(tmp_path: Path) -> None:
     assert process.returncode == EXIT_BROKEN_PIPE
     assert not errors
     assert not os.listdir(tmp_path)
+
+
+def test_the_tree_is_shown_with_ordinary_tools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On plain directories of the mount's shape; the real mount has tests of its own."""
+    place = tour.Place(tmp_path)
+    node = place.mount / "model-0123" / "000000-abcd"
+    (node / "000002-ef01").mkdir(parents=True)
+    (place.mount / "README").write_text("read me\n")
+    (place.mount / "model-0123" / "namespace.json").write_text("{}")
+    for path in (node / "000000.kv", node / "000001.kv", node / "000002-ef01" / "000002.kv"):
+        path.write_bytes(bytes(1000))
+    monkeypatch.setattr(tour, "_mount", lambda place: "")
+    assert tour.show_tree(Screen(), place, "model-0123") == "3 blocks as files"
+    text = capsys.readouterr().out
+    for shown in ("$ ls\n    README\n", "$ du -sh model-0123\n", "$ df -h .\n"):
+        assert shown in text
+    assert "namespace.json" in text and "000002-ef01" in text
+    assert "$ getfattr -d model-0123/000000-abcd/000000.kv\n" in text
+    assert "    model-0123/000000-abcd/000001.kv\n" in text
+
+
+def test_a_tool_that_is_not_installed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tour._show_tool(Screen(), tour.Place(tmp_path), ["getfattr", "-d", "x"])
+    assert "(getfattr is not installed)" in capsys.readouterr().out
 
 
 def test_a_mount_is_found_in_the_table_of_the_kernel() -> None:
