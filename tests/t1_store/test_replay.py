@@ -130,22 +130,19 @@ def write_trace(path: Path, *times: float) -> trace.Trace:
     return trace.Trace(path)
 
 
-def test_the_clock_shows_trace_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("touch", "expected"), [(False, [0, 384, 0, 384]), (True, [0, *[384] * 3])]
+)
+def test_the_clock_shows_trace_time(tmp_path: Path, touch: bool, expected: list[int]) -> None:
+    """A class of 60 s: what was put at 0 and used at 50 is there at 70 if that use renewed it."""
     clock = TraceClock(1_700_000_000.0)
     opened = write_trace(tmp_path / "t", 0, 50, 70, 100)
     with Store.init(tmp_path / "store", clock=clock) as store:
         store.define_class("minute", 60)
         ns = store.create_namespace(presets.get("tiny", weights="w", tokenizer="t"))
-        stored: list[int] = []
-        replay(
-            store,
-            ns,
-            opened,
-            Options(ttl_class="minute"),
-            clock=clock,
-            progress=lambda result: stored.append(result.stored_tokens),
-        )
-    assert stored == [0, 384, 384, 768]
+        replayer = Replayer(store, ns, opened, Options(ttl_class="minute", touch=touch), clock)
+        steps = [replayer.step(request) for request in opened.requests()]
+    assert [step.stored_tokens for step in steps if step is not None] == expected
 
 
 def test_wrong_bytes_end_a_replay(
