@@ -7,10 +7,12 @@ storage does: the result says what was stored and why not more.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvfs.catalog import TtlClass
 from kvfs.chain import HASH_BYTES, PrefixHasher
 from kvfs.errors import InputError, KvfsError
 from kvfs.frames import MAX_PATH_HEADS, Entry, RenewEntry, RunEntry
@@ -47,14 +49,6 @@ class PutResult:
     def complete(self) -> bool:
         """Every whole block of the prompt is stored."""
         return self.stored + self.existing >= self.blocks
-
-
-@dataclass(frozen=True, slots=True)
-class TtlClass:
-    """A TTL class and the time it gives."""
-
-    name: str
-    seconds: int
 
 
 class Putter:
@@ -185,9 +179,8 @@ def as_payloads(blocks: Any, count: int, row_bytes: int) -> list[memoryview]:
 def _bytes_view(buffer: Any) -> memoryview:
     detach = getattr(buffer, "detach", None)
     if detach is not None:  # a torch tensor, of any dtype
-        import torch
-
-        buffer = detach().cpu().contiguous().view(torch.uint8).numpy()
+        # numpy has no bfloat16 or float8: go through bytes. Whoever has a tensor has torch loaded.
+        buffer = detach().cpu().contiguous().view(sys.modules["torch"].uint8).numpy()
     try:
         return memoryview(buffer).cast("B")
     except (TypeError, ValueError) as e:

@@ -6,15 +6,11 @@ prefix can never be hit and would only take room.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvfs.catalog import TtlClass
 from kvfs.frames import CutEntry, Entry, RenewEntry
 from kvfs.index import Index
 from kvfs.index.schema import Run
 from kvfs.namespace import Namespace
-
-if TYPE_CHECKING:
-    from kvfs.put import TtlClass
 
 
 def renewals_for(

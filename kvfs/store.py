@@ -18,12 +18,13 @@ from typing import Any
 
 from kvfs import chain
 from kvfs.backend import Backend, PosixBackend
+from kvfs.catalog import Catalog, TtlClass, namespace_path
 from kvfs.chain import PrefixHasher
 from kvfs.config import MARKER, StoreConfig, check_alive, check_class, load_config
 from kvfs.errors import BackendError, ConfigError, InputError, KvfsError
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow import Followed, Follower, Progress
-from kvfs.frames import ClassEntry, Entry, NamespaceEntry
+from kvfs.frames import ClassEntry, NamespaceEntry
 from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES
@@ -32,7 +33,7 @@ from kvfs.index.place import default_root, recall, remember, require_local
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
 from kvfs.plan import Extent, Plan
-from kvfs.put import PutResult, Putter, TtlClass, as_payloads
+from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.removal import cuts_for, renewals_for
 from kvfs.writer import Writer
 
@@ -53,7 +54,7 @@ class Store:
         self._backend = backend
         self._config = config
         self._lock = threading.RLock()
-        self._namespaces: dict[bytes, Namespace] = {}
+        self.catalog = Catalog(index)
         self._writer: Writer | None = None
         self._reader: Reader | None = None
         self._counters: dict[str, int] = {}
@@ -110,7 +111,7 @@ class Store:
         store = cls(root, backend, config, opened, clock)
         try:
             remember(place, root, config.uuid.hex())
-            store._seed_index()
+            store._count("namespaces_unreadable", len(store.catalog.seed(backend, config)))
             if catch_up:
                 store.catch_up(progress)
         except OSError as e:
@@ -143,30 +144,6 @@ class Store:
             opened.close()
             return None
         return cls(root, None, None, opened, clock)
-
-    def _seed_index(self) -> None:
-        """Classes and namespaces as the store's files have them; the journals may know more."""
-        if not self.index.classes():
-            self._apply(ClassEntry(n, s) for n, s in self.config.classes.items())
-        known = self.index.namespaces()
-        for name in self.backend.names("ns"):
-            try:
-                data = self.backend.load(f"ns/{name}/namespace.json", 64 << 20)
-                identity = Identity.from_json(json.loads(data))
-            except (OSError, ValueError, InputError):
-                self._count("namespaces_unreadable")
-                continue
-            if identity.nsid not in known:
-                self._apply([NamespaceEntry(identity.nsid, data.decode())])
-
-    def _apply(self, entries: Any) -> None:
-        listed: list[Entry] = list(entries)
-
-        def apply(applier: Applier) -> None:
-            for entry in listed:
-                applier.apply(entry)
-
-        self.index.write(apply)
 
     # what is open
 
@@ -230,60 +207,32 @@ class Store:
 
         default_class: TTL class of puts that name none, for this handle. Raises BackendError.
         """
-        self._class(default_class)
-        if identity.nsid not in self.index.namespaces():
+        self.catalog.ttl(default_class)
+        if not self.catalog.known(identity):
             data = json.dumps(identity.to_json())
             try:
-                self.backend.put_new(f"ns/{identity.name}/namespace.json", data.encode())
+                self.backend.put_new(namespace_path(identity.name), data.encode())
             except OSError as e:
                 raise BackendError(f"{self.path}/ns/{identity.name}: {e.strerror}") from e
             self.writer().publish([], [NamespaceEntry(identity.nsid, data)])
-        return self._namespace(identity, default_class)
-
-    def _namespace(self, identity: Identity, default_class: str | None = None) -> Namespace:
-        with self._lock:
-            ns = self._namespaces.get(identity.nsid)
-            if ns is None or default_class not in (None, ns.default_class):
-                number = self.index.namespaces()[identity.nsid][0]
-                ns = Namespace(identity, number, default_class or next(iter(self.classes()), ""))
-                self._namespaces[identity.nsid] = ns
-            return ns
+        return self.catalog.get(identity, default_class)
 
     def namespaces(self) -> list[Namespace]:
         """All namespaces, by name."""
-        found = self.index.namespaces().values()
-        all_ = [self._namespace(Identity.from_json(json.loads(text))) for _, text in found]
-        return sorted(all_, key=lambda ns: ns.name)
+        return self.catalog.all()
 
     def namespace(self, name: str | bytes) -> Namespace:
         """A namespace by name, unique beginning of a name, or 16-byte id. Raises InputError."""
-        all_ = self.namespaces()
-        if isinstance(name, bytes):
-            matching = [ns for ns in all_ if ns.nsid == name]
-        else:
-            exact = [ns for ns in all_ if ns.name == name]
-            matching = exact or [ns for ns in all_ if ns.name.startswith(name)]
-        if len(matching) == 1:
-            return matching[0]
-        known = ", ".join(ns.name for ns in all_) or "none"
-        what = "no" if not matching else "more than one"
-        raise InputError(f"{what} namespace {name!r}; the store has {known}")
+        return self.catalog.find(name)
 
     def classes(self) -> dict[str, int]:
         """TTL class -> seconds."""
-        return self.index.classes()
+        return self.catalog.classes()
 
     def define_class(self, name: str, seconds: int) -> None:
         """Defines or changes a TTL class, for what is stored or renewed from now on."""
         check_class(name, seconds)
         self.writer().publish([], [ClassEntry(name, seconds)])
-
-    def _class(self, name: str) -> TtlClass:
-        seconds = self.classes().get(name)
-        if seconds is None:
-            known = ", ".join(self.classes())
-            raise InputError(f"no TTL class {name!r}; known are {known} (kvctl ttl define)")
-        return TtlClass(name, seconds)
 
     # the three questions, and put
 
@@ -372,7 +321,7 @@ class Store:
         hasher = ns.as_hasher(tokens)
         if not 0 <= first_block <= hasher.n_blocks:
             raise InputError(f"first_block is {first_block}; the prompt has {hasher.n_blocks}")
-        ttl = self._class(ttl_class or ns.default_class)
+        ttl = self.catalog.ttl(ttl_class or ns.default_class)
         payloads = as_payloads(blocks, hasher.n_blocks - first_block, ns.row_bytes)
         try:
             writer = self.writer()
@@ -380,8 +329,7 @@ class Store:
             self._count("store_failures")
             rest = hasher.n_tokens % ns.block_tokens
             return PutResult(hasher.n_blocks, 0, 0, 0, rest, False, e)
-        by_number = {n: self.classes()[name] for n, name in self.index.class_names().items()}
-        putter = Putter(self.index, writer, by_number)
+        putter = Putter(self.index, writer, self.catalog.seconds_by_number())
         return putter.put(ns, hasher, payloads, first_block, ttl)
 
     # renewing and removing
@@ -392,7 +340,7 @@ class Store:
         ttl_class: moves it to this class, which may also shorten its time; None: each run keeps
         its class. Returns the number of runs renewed. Raises InputError, BackendError, SpaceError.
         """
-        ttl = None if ttl_class is None else self._class(ttl_class)
+        ttl = None if ttl_class is None else self.catalog.ttl(ttl_class)
         hasher = ns.as_hasher(tokens)
         now = self.now_ms()
         found = self.index.check(ns.number, hasher, now)

@@ -24,9 +24,11 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.errors",
         "kvfs.chain kvfs.layout kvfs.presets",
         "kvfs.backend kvfs.frames kvfs.record",
-        "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan",
+        "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
-        "kvfs.store kvfs.writer kvfs.fetch kvfs.follow kvfs.gc kvfs.fsck kvfs.state kvfs.arena",
+        "kvfs.catalog kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer kvfs.publisher"
+        " kvfs.writer kvfs.put",
+        "kvfs.store kvfs.gc kvfs.fsck kvfs.state kvfs.arena",
         "kvfs.vfs kvfs.sim",
         "kvfs.fuse kvfs.mount kvfs.serve kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
