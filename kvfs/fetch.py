@@ -9,21 +9,18 @@ Blocking. One Reader may be used from several threads.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.backend import Backend, OpenFile, read_into
+from kvfs.backend import Backend, read_into
+from kvfs.backend.files import FileCache
 from kvfs.chain import PrefixHasher
 from kvfs.errors import InputError
 from kvfs.namespace import Namespace
 from kvfs.plan import Extent, Plan
 from kvfs.record import Landing, RunBlocks, verify
 
-OPEN_FILES = 64
 # The storage is away or slow, not the bytes wrong: a miss now, and the index keeps its rows.
 _PASSING = frozenset(
     {errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN, errno.EAGAIN,
@@ -66,9 +63,7 @@ class Reader:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._files: OrderedDict[str, OpenFile] = OrderedDict()
-        self._in_use: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._files = FileCache(backend)
 
     def fetch(
         self, ns: Namespace, plan: Plan, hasher: PrefixHasher, into: Any = None,
@@ -127,64 +122,17 @@ class Reader:
     ) -> tuple[int, _Miss | None]:
         """Returns how many whole records were read, and why not all."""
         try:
-            file = self._open(extent.segment)
-            try:
+            with self._files.use(extent.segment) as file:
                 n = read_into(self.backend, file, buffers, extent.geometry.offset(slot))
-            finally:
-                self._done(file)
         except OSError as e:
-            self.forget(extent.segment)
             return 0, _Miss(0, describe(e), e.errno not in _PASSING)
         if n == count * stride:
             return count, None
-        self.forget(extent.segment)
+        self._files.forget(extent.segment)
         return n // stride, _Miss(0, "short read", True)
 
-    # open segments: a few are kept; one that gave an error, or was removed, is not
-
-    def _open(self, path: str) -> OpenFile:
-        with self._lock:
-            file = self._files.get(path)
-            if file is not None:
-                self._files.move_to_end(path)
-                self._in_use[file.fd] = self._in_use.get(file.fd, 0) + 1
-                return file
-        file = self.backend.open(path)
-        with self._lock:
-            other = self._files.get(path)
-            if other is not None:
-                self.backend.close(file)
-                file = other
-            self._files[path] = file
-            self._in_use[file.fd] = self._in_use.get(file.fd, 0) + 1
-            while len(self._files) > OPEN_FILES:
-                _, oldest = self._files.popitem(last=False)
-                self._close_unless_used(oldest)
-        return file
-
-    def _done(self, file: OpenFile) -> None:
-        with self._lock:
-            self._in_use[file.fd] -= 1
-            if not self._in_use[file.fd]:
-                del self._in_use[file.fd]
-                if self._files.get(file.path) is not file:
-                    self._close_unless_used(file)
-
-    def _close_unless_used(self, file: OpenFile) -> None:
-        if file.fd not in self._in_use:
-            with contextlib.suppress(OSError):
-                self.backend.close(file)
-
-    def forget(self, path: str) -> None:
-        """Closes a segment that is gone or gave an error, as soon as nobody reads it."""
-        with self._lock:
-            file = self._files.pop(path, None)
-            if file is not None:
-                self._close_unless_used(file)
-
     def close(self) -> None:
-        for path in list(self._files):
-            self.forget(path)
+        self._files.close()
 
 
 def describe(e: OSError) -> str:

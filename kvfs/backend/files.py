@@ -1,0 +1,80 @@
+"""A few open files kept for reading. One that gave an error, or was removed, is not kept."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvfs.backend.base import Backend, OpenFile
+
+OPEN_FILES = 64
+
+
+class FileCache:
+    """Open files by path, least recently used closed first. Thread-safe; users share a file."""
+
+    def __init__(self, backend: Backend, limit: int = OPEN_FILES) -> None:
+        self.backend = backend
+        self.limit = limit
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._in_use: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, path: str) -> Iterator[OpenFile]:
+        """The open file of a path; it stays open within the block. Raises OSError."""
+        file = self._take(path)
+        try:
+            yield file
+        except OSError:
+            self.forget(path)
+            raise
+        finally:
+            self._done(file)
+
+    def _take(self, path: str) -> OpenFile:
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                self._files.move_to_end(path)
+                self._in_use[file.fd] = self._in_use.get(file.fd, 0) + 1
+                return file
+        file = self.backend.open(path)  # may block: not under the lock
+        with self._lock:
+            other = self._files.get(path)
+            if other is not None:
+                self.backend.close(file)
+                file = other
+            self._files[path] = file
+            self._in_use[file.fd] = self._in_use.get(file.fd, 0) + 1
+            while len(self._files) > self.limit:
+                _, oldest = self._files.popitem(last=False)
+                self._close_unless_used(oldest)
+        return file
+
+    def _done(self, file: OpenFile) -> None:
+        with self._lock:
+            self._in_use[file.fd] -= 1
+            if not self._in_use[file.fd]:
+                del self._in_use[file.fd]
+                if self._files.get(file.path) is not file:
+                    self._close_unless_used(file)
+
+    def _close_unless_used(self, file: OpenFile) -> None:
+        if file.fd not in self._in_use:
+            with contextlib.suppress(OSError):
+                self.backend.close(file)
+
+    def forget(self, path: str) -> None:
+        """Closes a file that is gone or gave an error, as soon as nobody reads it."""
+        with self._lock:
+            file = self._files.pop(path, None)
+            if file is not None:
+                self._close_unless_used(file)
+
+    def close(self) -> None:
+        for path in list(self._files):
+            self.forget(path)
