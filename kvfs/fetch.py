@@ -13,7 +13,7 @@ import errno
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.backend import Backend, read_into
+from kvfs.backend import Backend, ReadCut, read_into
 from kvfs.backend.files import FileCache
 from kvfs.chain import PrefixHasher
 from kvfs.errors import InputError
@@ -124,8 +124,10 @@ class Reader:
         try:
             with self._files.use(extent.segment) as file:
                 n = read_into(self.backend, file, buffers, extent.geometry.offset(slot))
+        except ReadCut as e:
+            return e.read // stride, _Miss(0, describe(e), lasting(e))
         except OSError as e:
-            return 0, _Miss(0, describe(e), e.errno not in _PASSING)
+            return 0, _Miss(0, describe(e), lasting(e))
         if n == count * stride:
             return count, None
         self._files.forget(extent.segment)
@@ -133,6 +135,11 @@ class Reader:
 
     def close(self) -> None:
         self._files.close()
+
+
+def lasting(e: OSError) -> bool:
+    """Says whether an I/O error means that the bytes are bad or gone, not only out of reach."""
+    return e.errno not in _PASSING
 
 
 def describe(e: OSError) -> str:

@@ -3,7 +3,7 @@
 Nothing above this package calls `os` on a path of the store.
 """
 
-from kvfs.backend.base import Backend, OpenFile, WriteCut, read_into, write_all
+from kvfs.backend.base import Backend, OpenFile, ReadCut, WriteCut, read_into, write_all
 from kvfs.backend.posix import PosixBackend
 
-__all__ = ["Backend", "OpenFile", "PosixBackend", "WriteCut", "read_into", "write_all"]
+__all__ = ["Backend", "OpenFile", "PosixBackend", "ReadCut", "WriteCut", "read_into", "write_all"]

@@ -35,6 +35,14 @@ class WriteCut(OSError):
         self.written = written
 
 
+class ReadCut(OSError):
+    """A read that failed: the first `read` bytes of it are there."""
+
+    def __init__(self, code: int, read: int, path: str) -> None:
+        super().__init__(code, os.strerror(code), path)
+        self.read = read
+
+
 class Backend(Protocol):
     """One shared directory. See the module docstring for the rules all methods follow."""
 
@@ -120,12 +128,18 @@ def write_all(backend: Backend, file: OpenFile, buffers: Sequence[Buffer], offse
 
 
 def read_into(backend: Backend, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fills the buffers from offset on; returns the bytes read, fewer only at the file's end."""
+    """Fills the buffers from offset on; returns the bytes read, fewer only at the file's end.
+
+    Raises ReadCut with what was read before the error.
+    """
     done = 0
     queue = [memoryview(b).cast("B") for b in buffers if len(b)]
     queue.reverse()
     while queue:
-        n = backend.readv(file, queue[: -IOV_MAX - 1 : -1], offset + done)
+        try:
+            n = backend.readv(file, queue[: -IOV_MAX - 1 : -1], offset + done)
+        except OSError as e:
+            raise ReadCut(e.errno or errno.EIO, done, file.path) from e
         if n <= 0:
             break
         done += n
