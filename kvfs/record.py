@@ -259,33 +259,52 @@ def check_payload(shape: Shape, payload: memoryview, trailer: Trailer) -> str | 
 
 
 def verify(at: Landing, want: RunBlocks, *, payloads: bool = True) -> tuple[int, str | None]:
-    """Compares consecutive records with what was asked for.
+    """Compares consecutive records with what was asked for, and with their own checksums.
 
-    Token ids, hash, parent, block number, namespace and length are compared for all records at
-    once, then checksums one by one. payloads: False skips the payload checksum (the trailer's is
-    always checked). Returns (number of good leading records, None or why the next one is bad).
+    payloads: False skips the payload checksum (the trailer's is always checked).
+    Returns (number of good leading records, None or why the next one is bad).
     """
-    good, reason = _compare(at, want, want.count)
+    good, mismatch = matches(at, want)
+    whole, damage = sound(at, 0, good, payloads=payloads)
+    return (whole, damage) if damage is not None else (good, mismatch)
+
+
+def sound(at: Landing, first: int, end: int, *, payloads: bool = True) -> tuple[int, str | None]:
+    """Checks records first..end-1 against their own checksums, in order.
+
+    Returns (the first that is bad, why) or (end, None).
+    """
     sum_at = at.shape.tokens_bytes + _SUM_AT
-    for i in range(good):
+    payload_sum_at = at.shape.tokens_bytes + _CHECKSUM_AT
+    for i in range(first, end):
         meta = at.meta(i)
         if _xxh(meta[:sum_at]) != _SUM.unpack_from(meta, sum_at)[0]:
-            return i, "bad trailer"
-        if payloads:
-            (checksum,) = _SUM.unpack_from(meta, at.shape.tokens_bytes + _CHECKSUM_AT)
-            if _xxh(at.payload(i)) != checksum:
-                trailer = parse(meta)
-                assert isinstance(trailer, Trailer)
-                return i, check_payload(at.shape, at.payload(i), trailer)
-    return good, reason
+            return i, _no_record(meta)
+        if payloads and _xxh(at.payload(i)) != _SUM.unpack_from(meta, payload_sum_at)[0]:
+            trailer = parse(meta)
+            if isinstance(trailer, str):
+                return i, trailer
+            return i, check_payload(at.shape, at.payload(i), trailer)
+    return end, None
 
 
-def _compare(at: Landing, want: RunBlocks, n: int) -> tuple[int, str | None]:
-    """The vectorised part of `verify`: every field that is not a checksum."""
+def _no_record(meta: memoryview) -> str:
+    trailer = parse(meta)
+    return trailer if isinstance(trailer, str) else "bad trailer"
+
+
+def matches(at: Landing, want: RunBlocks, first: int = 0) -> tuple[int, str | None]:
+    """Compares what records first.. say they are with what was asked for, all at once.
+
+    Token ids, chain hash, parent, lineage, block number, namespace and payload length must agree.
+    `want` describes the records from `first` on. Returns (number of leading records that agree,
+    None or why the next one does not).
+    """
     import numpy as np
 
-    size = at.shape.tokens_bytes
-    rows: Any = np.ndarray((n, size + _CHECKSUM_AT), np.uint8, at.metas, 0, (at.meta_step, 1))
+    n, size = want.count, at.shape.tokens_bytes
+    metas, step = at.metas[first * at.meta_step :], at.meta_step
+    rows: Any = np.ndarray((n, size + _CHECKSUM_AT), np.uint8, metas, 0, (step, 1))
     wanted = np.empty((n, size + _CHECKSUM_AT), np.uint8)
     wanted[:, :size] = np.frombuffer(want.tokens, np.uint8, n * size).reshape(n, size)
     fields = wanted[:, size:]
@@ -299,14 +318,13 @@ def _compare(at: Landing, want: RunBlocks, n: int) -> tuple[int, str | None]:
     numbers[:, 1] = at.shape.payload
     fields[:, 56:64] = numbers.view(np.uint8)
     ok = (rows == wanted).all(axis=1)
-    lineage = size + _LINEAGE_AT
-    rows2: Any = np.ndarray((n, HASH_BYTES), np.uint8, at.metas, lineage, (at.meta_step, 1))
-    ok &= (rows2 == np.frombuffer(want.lineages, np.uint8).reshape(n, HASH_BYTES)).all(axis=1)
+    lineages: Any = np.ndarray((n, HASH_BYTES), np.uint8, metas, size + _LINEAGE_AT, (step, 1))
+    ok &= (lineages == np.frombuffer(want.lineages, np.uint8).reshape(n, HASH_BYTES)).all(axis=1)
     if ok.all():
         return n, None
-    first = int(ok.argmin())
-    tokens_same = bool((rows[first, :size] == wanted[first, :size]).all())
-    return first, _why(at.shape, at.meta(first), tokens_same)
+    bad = int(ok.argmin())
+    tokens_same = bool((rows[bad, :size] == wanted[bad, :size]).all())
+    return bad, _why(at.shape, at.meta(first + bad), tokens_same)
 
 
 def _why(shape: Shape, meta: memoryview, tokens_same: bool) -> str:
