@@ -20,6 +20,8 @@ from kvfs.layout import Identity
 from kvfs.namespace import Namespace
 
 _NAMESPACE_LIMIT = 64 << 20
+DEFAULT_CLASS = "chatbot"
+"""TTL class of puts that name none, where the store has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,13 @@ class Catalog:
             ns = self._namespaces.get(identity.nsid)
             if ns is None or default_class not in (None, ns.default_class):
                 number = self.index.namespaces()[identity.nsid][0]
-                ns = Namespace(identity, number, default_class or next(iter(self.classes()), ""))
+                ns = Namespace(identity, number, default_class or self._default_class())
                 self._namespaces[identity.nsid] = ns
             return ns
+
+    def _default_class(self) -> str:
+        classes = self.classes()
+        return DEFAULT_CLASS if DEFAULT_CLASS in classes else next(iter(classes), "")
 
     def all(self) -> list[Namespace]:
         """All namespaces, by name."""
