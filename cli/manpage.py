@@ -31,6 +31,8 @@ ENVIRONMENT = {
         "The directory of this host's indexes; it must be on a local disk. Default: /var/cache/kvfs"
         " for root, $XDG_CACHE_HOME/kvfs or ~/.cache/kvfs for others."
     ),
+    "KVFS_NAMESPACE": "The namespace to use where the command line does not name one.",
+    "KVFS_CONFIG": "A configuration file to read in place of the two below.",
     "KVFS_INDEX_FORCE": (
         "Set to 1 to keep indexes on a file system that is refused because it may be shared"
         " between hosts or cannot be mapped, such as an overlay whose upper directory is local."
@@ -40,6 +42,10 @@ ENVIRONMENT = {
 FILES = {
     "STORE/kvfs.json": "Says that the directory is a store, its format version and its uuid.",
     "STORE/ns, STORE/seg, STORE/log": "Namespaces, segments and journals; see kvfs(5).",
+    "~/.config/kvfs/config.toml, /etc/kvfs/config.toml": (
+        "Settings that neither the command line nor the environment gives; the first file goes"
+        ' first. TOML, any of: store = "DIR", index = "DIR", namespace = "NAME".'
+    ),
     "/var/cache/kvfs, ~/.cache/kvfs": "Indexes; kvctl rebuild makes a lost one anew.",
 }
 
@@ -79,11 +85,11 @@ def _map_page(
     """The page of the program: what there is and where it is described."""
     visible = {name: command for name, command in commands.items() if not command.hidden}
     table = [
-        _item(f"\\fB{_literal(f'{PROGRAM}-{name}')}\\fR(1)", _summary(command))
+        _item(f"\\fB{_literal(f'{PROGRAM}-{name}')}\\fR(1)", summary(command))
         for name, command in visible.items()
     ]
     body = [
-        _head(PROGRAM, _summary(root)),
+        _head(PROGRAM, summary(root)),
         _synopsis(root, context),
         _section("DESCRIPTION", _text(root.help)),
         _section("OPTIONS", _options(root, context)),
@@ -99,7 +105,7 @@ def _map_page(
 def _command_page(command: click.Command, context: click.Context) -> str:
     name = context.command_path.replace(" ", "-")
     body = [
-        _head(name, _summary(command)),
+        _head(name, summary(command)),
         _synopsis(command, context),
         _section("DESCRIPTION", _text(command.help)),
         _section("OPTIONS", _options(command, context)),
@@ -202,7 +208,7 @@ def _see_also(names: list[str]) -> str:
 # text
 
 
-def _summary(command: click.Command) -> str:
+def summary(command: click.Command) -> str:
     """The first sentence of the help text, without its full stop."""
     first = inspect.cleandoc(command.help or "").split("\n\n")[0]
     return re.split(r"\.(?:\s|$)", " ".join(first.split()), maxsplit=1)[0]

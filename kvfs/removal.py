@@ -6,6 +6,9 @@ prefix can never be hit and would only take room.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from kvfs.catalog import TtlClass
 from kvfs.frames import CutEntry, Entry, RenewEntry
 from kvfs.index import Index
@@ -63,3 +66,16 @@ def cuts_for(
         count = r.count - first
         entries.append(CutEntry(ns.nsid, segment, r.slot + first, count, now_ms))
     return entries, sum(r.count - first for r, first in cut)
+
+
+def cuts_for_all(
+    index: Index, ns: Namespace, now_ms: int, batch: int = 1000
+) -> Iterator[tuple[list[Entry], int]]:
+    """CUT entries for all runs of a namespace, in batches, each with its number of blocks."""
+    runs = index.all_runs(ns.number)
+    while some := list(islice(runs, batch)):
+        entries: list[Entry] = []
+        for run in some:
+            segment = index.segment(run.seg).segment
+            entries.append(CutEntry(ns.nsid, segment, run.slot, run.count, now_ms))
+        yield entries, sum(run.count for run in some)

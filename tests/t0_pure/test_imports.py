@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.catalog kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer kvfs.publisher"
         " kvfs.writer kvfs.put",
         "kvfs.store kvfs.gc kvfs.fsck kvfs.state kvfs.arena",
-        "kvfs.vfs kvfs.sim",
+        "kvfs.vfs kvfs.sim kvfs.explain",
         "kvfs.fuse kvfs.mount kvfs.serve kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
     )
