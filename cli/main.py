@@ -130,7 +130,8 @@ def _bad_usage(name: str, error: click.ClickException) -> int:
         error.show()
         return error.exit_code
     path = name if context is None else context.command_path
-    output.message(f"{path}: {error.format_message().rstrip(".")}; see {path} --help")
+    text = error.format_message().rstrip(".")
+    output.message(f"{path}: {text}; see {path} --help")
     return error.exit_code
 
 
