@@ -16,7 +16,17 @@ from typing import Any
 
 from kvfs.backend import Backend
 from kvfs.errors import FormatError
-from kvfs.frames import ClassEntry, Entry, NamespaceEntry, RunEntry, SegmentEntry
+from kvfs.frames import (
+    ClassEntry,
+    CutEntry,
+    DropEntry,
+    Entry,
+    NamespaceEntry,
+    RenewEntry,
+    RunEntry,
+    SealEntry,
+    SegmentEntry,
+)
 from kvfs.index import Index, apply_journal
 from kvfs.index.apply import Applier
 from kvfs.index.index import FIRST_FRAME, LAST, JournalState
@@ -51,6 +61,8 @@ class _Step:
     start: int
     end: int
     entry: Entry | None
+    created_ms: int
+    """When its journal was begun."""
 
 
 class Follower:
@@ -131,7 +143,7 @@ class Follower:
             data = reader.read(offset, limit)
             before = offset
             for entry, end in reader.decode(data, offset):
-                yield _Step(writer, writer_id, number, offset, end, entry)
+                yield _Step(writer, writer_id, number, offset, end, entry, reader.created_ms)
                 offset = end
             if len(data) < limit:
                 return
@@ -141,22 +153,30 @@ class Follower:
                 limit *= 4
 
 
-def _timed(steps: Iterator[_Step], stream: int) -> Iterator[tuple[int, int, int, _Step]]:
+def _timed(
+    steps: Iterator[_Step], stream: int
+) -> Iterator[tuple[tuple[int, int], int, int, _Step]]:
     """Adds a sort key that never falls within a stream, whatever the writer's clock did."""
-    latest = 0
+    latest = (0, 0)
     for i, step in enumerate(steps):
-        latest = max(latest, _time(step.entry))
+        latest = max(latest, (_time(step), _rank(step.entry)))
         yield latest, stream, i, step
 
 
-def _time(entry: Entry | None) -> int:
+def _time(step: _Step) -> int:
+    entry = step.entry
     if isinstance(entry, RunEntry):
         return entry.written_ms
     if isinstance(entry, SegmentEntry):
         return entry.created_ms
     if entry is None or isinstance(entry, NamespaceEntry | ClassEntry):
-        return 0
+        return step.created_ms  # not before the journal, and before what others made of it
     return entry.when_ms
+
+
+def _rank(entry: Entry | None) -> int:
+    """What is renewed or removed in the millisecond it was made in comes first."""
+    return int(isinstance(entry, RenewEntry | CutEntry | DropEntry | SealEntry))
 
 
 def _batches(steps: Iterator[_Step], size: int) -> Iterator[list[_Step]]:

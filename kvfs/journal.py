@@ -49,14 +49,14 @@ def encode_header(writer_id: bytes, number: int, store: bytes, created_ms: int) 
     return fixed + _SUM.pack(xxhash.xxh3_64_intdigest(fixed))
 
 
-def decode_header(data: bytes, path: str, store: bytes) -> tuple[bytes, int] | None:
-    """Returns (writer id, number), or None if the header is not whole yet.
+def decode_header(data: bytes, path: str, store: bytes) -> tuple[bytes, int, int] | None:
+    """Returns (writer id, number, time made in ms), or None if the header is not whole yet.
 
     Raises FormatError for another version, another store's journal or a damaged header.
     """
     if len(data) < HEADER_BYTES:
         return None
-    magic, version, number, writer_id, uuid, _ = _HEADER.unpack_from(data)
+    magic, version, number, writer_id, uuid, created_ms = _HEADER.unpack_from(data)
     if magic != MAGIC:
         if not any(data[:HEADER_BYTES]):
             return None  # a file system may show the length before the bytes
@@ -67,7 +67,7 @@ def decode_header(data: bytes, path: str, store: bytes) -> tuple[bytes, int] | N
         raise FormatError(f"{path}: damaged journal header (checksum)")
     if uuid != store:
         raise FormatError(f"{path}: a journal of another store ({uuid.hex()})")
-    return writer_id, number
+    return writer_id, number, created_ms
 
 
 class JournalWriter:
@@ -121,6 +121,8 @@ class JournalReader:
         self.backend = backend
         self.path = journal_path(writer, number)
         self.store = store
+        self.created_ms = 0
+        """When the journal was begun; known once it was read."""
         self._seed: int | None = None
 
     def read(self, offset: int, limit: int = 16 << 20) -> bytes:
@@ -136,7 +138,8 @@ class JournalReader:
                 known = decode_header(bytes(head[:n]), self.path, self.store)
                 if known is None:
                     return b""
-                self._seed = frame_seed(*known)
+                writer_id, number, self.created_ms = known
+                self._seed = frame_seed(writer_id, number)
             data = bytearray(limit)
             n = read_into(self.backend, file, [memoryview(data)], max(offset, HEADER_BYTES))
             return bytes(data[:n])

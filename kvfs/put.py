@@ -136,13 +136,14 @@ class Putter:
     ) -> list[Entry]:
         """Renewals of the stored part; a shared block takes the longer class."""
         expires, margin = now + ttl.seconds * 1000, ttl.seconds * 1000 // RENEW_SHARE
+        when = self.writer.now_ms()  # not before the check, hence not before what it found
         out: list[Entry] = []
         for match in found.runs:
             if expires - match.expires_ms <= margin:
                 continue
             longer = ttl.seconds > self.class_seconds.get(match.class_id, 0)
             head = hasher.digest(match.block + 1)
-            out.append(RenewEntry(ns.nsid, head, expires, now, ttl.name if longer else "", False))
+            out.append(RenewEntry(ns.nsid, head, expires, when, ttl.name if longer else "", False))
         return out
 
 
