@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import array
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import xxhash
@@ -25,6 +25,7 @@ from kvfs.errors import ConfigError, InputError
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 _U32_MAX = 0xFFFFFFFF
+_FEW = 1024
 
 
 class Hash(Protocol):
@@ -127,14 +128,24 @@ def as_u32(tokens: Any) -> memoryview:
     list or tuple of int, or a bytes-like object that already holds 4-byte little-endian ids.
     Raises InputError for anything else: nested, float, bool, negative, too large, partial bytes.
     """
-    if isinstance(tokens, list | tuple):
-        return _from_sequence(tokens)
+    ready = _as_it_is(tokens)
+    return _converted(tokens) if ready is None else ready
+
+
+def _flat(tokens: Any) -> memoryview | None:
+    """A contiguous view of one dimension, if the tokens have one."""
     try:
         view = memoryview(tokens)
     except TypeError:
-        return _from_object(tokens)
-    if view.ndim != 1 or not view.c_contiguous:
-        return _from_array(tokens)
+        return None
+    return view if view.ndim == 1 and view.c_contiguous else None
+
+
+def _as_it_is(tokens: Any) -> memoryview | None:
+    """The tokens as a view, if they are unsigned 32-bit already; else None."""
+    view = _flat(tokens)
+    if view is None:
+        return None
     if view.format in ("B", "b", "c"):
         if view.nbytes % TOKEN_BYTES:
             raise InputError(
@@ -143,7 +154,23 @@ def as_u32(tokens: Any) -> memoryview:
         return view.cast("B")
     if view.format in ("I", "<I", "L") and view.itemsize == 4 and sys.byteorder == "little":
         return view.cast("B")
-    return _from_array(tokens)
+    return None
+
+
+def _converted(tokens: Any) -> memoryview:
+    """Tokens that must be checked or copied first: the slow part of `as_u32`."""
+    if isinstance(tokens, list | tuple):
+        return _from_sequence(tokens)
+    view = _flat(tokens)
+    if view is not None and view.format == "i" and sys.byteorder == "little":
+        return _from_signed(view)
+    return _from_array(_on_host(tokens))
+
+
+def _on_host(tokens: Any) -> Any:
+    """A torch tensor as a numpy array, anything else as it is."""
+    detach = getattr(tokens, "detach", None)
+    return tokens if detach is None else detach().cpu().numpy()
 
 
 def _from_sequence(tokens: list[int] | tuple[int, ...]) -> memoryview:
@@ -159,12 +186,19 @@ def _from_sequence(tokens: list[int] | tuple[int, ...]) -> memoryview:
     return memoryview(packed).cast("B")
 
 
-def _from_object(tokens: Any) -> memoryview:
-    """A torch tensor, or something else numpy can look at."""
-    detach = getattr(tokens, "detach", None)
-    if detach is not None:
-        tokens = detach().cpu().numpy()
-    return _from_array(tokens)
+def _from_signed(ids: memoryview) -> memoryview:
+    """32-bit ids with a sign: nothing to convert, but none may be negative."""
+    data = ids.cast("B")
+    if len(ids) <= _FEW:
+        # A look at the top byte of each: numpy's calls cost more than that for one block.
+        if bytes(data[3::4]).isascii():
+            return data
+    else:
+        import numpy as np
+
+        if int(np.frombuffer(data, "<i4").min()) >= 0:
+            return data
+    raise InputError(f"token ids are 0 to {_U32_MAX}; got {min(ids)}")
 
 
 def _from_array(tokens: Any) -> memoryview:
@@ -178,13 +212,17 @@ def _from_array(tokens: Any) -> memoryview:
         raise InputError(f"tokens must be a flat list of ids; got {ids.ndim} dimensions")
     if ids.size == 0:
         return memoryview(b"")
-    if ids.dtype.kind not in "iu":
+    kind, size = ids.dtype.kind, ids.dtype.itemsize
+    if kind not in "iu":
         raise InputError(f"token ids are integers; got {type(tokens).__name__} of {ids.dtype}")
-    if ids.dtype.kind == "i" and int(ids.min()) < 0:
-        raise InputError(f"token ids are 0 to {_U32_MAX}; got {int(ids.min())}")
-    if ids.dtype.itemsize > TOKEN_BYTES and int(ids.max()) > _U32_MAX:
-        raise InputError(f"token ids are 0 to {_U32_MAX}; got {int(ids.max())}")
-    if ids.dtype.itemsize == TOKEN_BYTES and ids.dtype.isnative and ids.flags.c_contiguous:
+    if kind == "i" or size > TOKEN_BYTES:
+        # One pass finds both faults: a negative id is a huge one when taken as unsigned.
+        largest = int(ids.view(ids.dtype.str.replace("i", "u")).max())
+        if largest > min(_U32_MAX, int(np.iinfo(ids.dtype).max)):
+            raise InputError(
+                f"token ids are 0 to {_U32_MAX}; these are {int(ids.min())} to {int(ids.max())}"
+            )
+    if size == TOKEN_BYTES and ids.dtype.isnative and ids.flags.c_contiguous:
         return _view(ids.view(np.uint8))
     return _view(np.ascontiguousarray(ids, dtype="<u4").view(np.uint8))
 
@@ -198,55 +236,91 @@ class PrefixHasher:
 
     Kept for as long as the request lives and extended as tokens arrive, so that no token is
     converted or hashed twice. Invariant: `state` has absorbed exactly the blocks whose digests
-    are in `known`; `kvfs.index.lookup` advances both while it compares.
+    are in `known`.
     """
 
     __slots__ = (
-        "_buffer", "_lineage", "_lineages", "_owned", "block_bytes", "known", "root", "state",
+        "_buffer", "_later", "_lineage", "_lineages", "_owned", "block_bytes", "known", "lazy",
+        "n_blocks", "n_tokens", "root", "state",
     )  # fmt: skip
 
-    def __init__(self, root: Rooted, tokens: Any = b"", *, state: Hash | None = None) -> None:
+    n_tokens: int
+    n_blocks: int
+    """Whole blocks; a remainder is not addressable."""
+
+    def __init__(
+        self, root: Rooted, tokens: Any = b"", *, state: Hash | None = None, lazy: bool = False
+    ) -> None:
         """root: the namespace's identity; tokens: as for `as_u32`. Raises InputError.
 
         state: a hash that has absorbed the root, if the caller keeps one; it is copied.
+        lazy: for a hasher that lives no longer than one check. Tokens that need converting are
+        converted when something behind the first block is first asked for, and only then is
+        InputError raised for them; what a check learns is not kept.
         """
         self.root = root
         self.block_bytes = root.block_tokens * TOKEN_BYTES
         self.state = start(root) if state is None else state.copy()
         self.known = bytearray()  # 16 bytes for each leading block hashed so far
-        self._buffer = as_u32(tokens)
+        self.lazy = lazy
+        self._later: Any = None
         self._owned: bytearray | None = None
         self._lineage: Hash | None = None
         self._lineages = bytearray()
+        ready = _as_it_is(tokens)
+        if ready is None and lazy and len(tokens) > root.block_tokens:
+            self._later = tokens
+            self._buffer = _converted(tokens[: root.block_tokens])
+            self.n_tokens = len(tokens)
+            self.n_blocks = self.n_tokens // root.block_tokens
+        else:
+            self._hold(_converted(tokens) if ready is None else ready)
 
-    @property
-    def n_tokens(self) -> int:
-        return len(self._buffer) // TOKEN_BYTES
-
-    @property
-    def n_blocks(self) -> int:
-        """Whole blocks; a remainder is not addressable."""
-        return len(self._buffer) // self.block_bytes
+    def _hold(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        self.n_tokens = len(buffer) // TOKEN_BYTES
+        self.n_blocks = len(buffer) // self.block_bytes
 
     @property
     def buffer(self) -> memoryview:
-        """All tokens as u32 little-endian bytes."""
+        """All tokens as u32 little-endian bytes. Raises InputError only if made `lazy`."""
+        if self._later is not None:
+            self._hold(_converted(self._later))
+            self._later = None
         return self._buffer
+
+    def blocks(self, first: int, end: int) -> memoryview:
+        """The tokens of blocks first..end-1 as u32 little-endian bytes; otherwise like `buffer`."""
+        later = self._later
+        if later is not None and end > 1 and getattr(later, "itemsize", 0) != TOKEN_BYTES:
+            # Converted piece by piece each time it is asked for: a piece stays in cache, the whole
+            # would be fresh memory whose page faults cost more than everything else.
+            self._later = later = _on_host(later)
+            n = self.root.block_tokens
+            return _converted(later[first * n : end * n])
+        buffer = self._buffer if end <= 1 else self.buffer
+        return buffer[first * self.block_bytes : end * self.block_bytes]
+
+    def absorb(self, state: Hash, hashes: Sequence[Any]) -> None:
+        """Takes over a state that has absorbed the next blocks, whose hashes are given (buffers,
+        16 bytes a block, one or more blocks each)."""
+        self.state = state
+        self.known += b"".join(hashes)
 
     def extend(self, tokens: Any) -> None:
         """Appends tokens (as for `as_u32`). Raises InputError; then nothing was appended."""
-        more = as_u32(tokens)
-        grown = bytearray(self._buffer) if self._owned is None else self._owned
+        more, buffer = as_u32(tokens), self.buffer
+        grown = bytearray(buffer) if self._owned is None else self._owned
         if self._owned is not None:
             # A bytearray cannot grow while a view of it is alive; ours is the only one kept.
-            self._buffer.release()
+            buffer.release()
         try:
             grown += more
         except BufferError:
             # A caller still holds a view of the old buffer: leave it whole, go on with a copy.
             grown = bytearray(grown) + more
         self._owned = grown
-        self._buffer = memoryview(grown)
+        self._hold(memoryview(grown))
 
     def hashes(self, n_blocks: int | None = None) -> bytes:
         """Returns the chain hashes of the first n_blocks blocks (default: all whole ones).
@@ -257,7 +331,7 @@ class PrefixHasher:
         if n > self.n_blocks:
             raise InputError(f"the prompt has {self.n_blocks} whole blocks, not {n}")
         update, digest = self.state.update, self.state.digest
-        size, buffer, known = self.block_bytes, self._buffer, self.known
+        size, buffer, known = self.block_bytes, self.buffer, self.known
         for at in range(len(known) // HASH_BYTES * size, n * size, size):
             update(buffer[at : at + size])
             known += digest()
@@ -281,7 +355,7 @@ class PrefixHasher:
 
             self._lineage = blake2b(self.root.canonical(), digest_size=HASH_BYTES)
         update, digest = self._lineage.update, self._lineage.digest
-        size, buffer, out = self.block_bytes, self._buffer, self._lineages
+        size, buffer, out = self.block_bytes, self.buffer, self._lineages
         for at in range(len(out) // HASH_BYTES * size, n_blocks * size, size):
             update(buffer[at : at + size])
             out += digest()

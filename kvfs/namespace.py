@@ -40,11 +40,17 @@ class Namespace:
         """A hasher for one request. tokens: as for kvfs.chain.as_u32. Raises InputError."""
         return PrefixHasher(self.identity, tokens, state=self._start)
 
-    def as_hasher(self, tokens: Any) -> PrefixHasher:
-        """`tokens` itself if it is a hasher of this namespace, else a new one over it."""
+    def as_hasher(self, tokens: Any, *, lazy: bool = False) -> PrefixHasher:
+        """`tokens` itself if it is a hasher of this namespace, else a new one over it.
+
+        lazy: see PrefixHasher. Raises InputError.
+        """
         if not isinstance(tokens, PrefixHasher):
-            return self.hasher(tokens)
-        if tokens.root.fingerprint != self.identity.fingerprint:
+            return PrefixHasher(self.identity, tokens, state=self._start, lazy=lazy)
+        if (
+            tokens.root is not self.identity
+            and tokens.root.fingerprint != self.identity.fingerprint
+        ):
             from kvfs.errors import InputError
 
             raise InputError(f"the hasher is of another namespace than {self.name}")

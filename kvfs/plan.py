@@ -7,14 +7,13 @@ index of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs.errors import InputError
 from kvfs.segment import Geometry
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Consecutive stored blocks in one segment."""
 
     segment: str
@@ -22,7 +21,7 @@ class Extent:
     segment_id: bytes
     geometry: Geometry
     slot: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     block: int
     """Number of the first block in the chain."""
     expires_ms: int

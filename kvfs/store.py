@@ -242,7 +242,7 @@ class Store:
         tokens: as for kvfs.chain.as_u32, or a PrefixHasher of the namespace, which is the faster
         way for a request that grows.
         """
-        hasher = ns.as_hasher(tokens)
+        hasher = ns.as_hasher(tokens, lazy=True)
         found = self.index.check(ns.number, hasher, self.now_ms())
         reason = found.reason
         if reason in ("diverged", "expired"):

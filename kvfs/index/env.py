@@ -44,7 +44,9 @@ class Env:
     def __init__(self, path: str, map_bytes: int) -> None:
         self.path = path
         self._map_bytes = map_bytes
-        self._gate = threading.Condition(threading.Lock())
+        # The lock is taken by itself on the way of every read: a Condition's own costs more.
+        self._gate_lock = threading.Lock()
+        self._gate = threading.Condition(self._gate_lock)
         self._active = 0
         self._resizing = False
         self._write_lock = threading.Lock()
@@ -64,7 +66,7 @@ class Env:
 
     def begin_read(self) -> Any:
         """Begins a read transaction; its values are memoryviews. End it with `end_read`."""
-        with self._gate:
+        with self._gate_lock:
             while self._resizing:
                 self._gate.wait()
             self._active += 1
@@ -76,13 +78,13 @@ class Env:
 
     def _begin(self, write: bool) -> Any:
         try:
-            return self._env.begin(write=write, buffers=True)
+            return self._env.begin(None, None, write, True)  # the last: values as buffers
         except lmdb.ReadersFullError:
             if not self._env.reader_check():
                 raise IndexFault(
                     f"{self.path}: {MAX_READERS} live readers, no slot left; stop some"
                 ) from None
-            return self._env.begin(write=write, buffers=True)
+            return self._env.begin(None, None, write, True)
         except lmdb.MapResizedError:
             pass
         # Adopting the larger map needs all other transactions of this process to be over.
@@ -94,9 +96,9 @@ class Env:
         self._leave()
 
     def _leave(self) -> None:
-        with self._gate:
+        with self._gate_lock:
             self._active -= 1
-            if not self._active or self._resizing:
+            if self._resizing:  # nobody waits for anything else
                 self._gate.notify_all()
 
     @contextmanager

@@ -1,9 +1,9 @@
 """CHECK: the longest stored prefix of a prompt, from the index alone.
 
 The work grows with the number of runs in the prefix, not of blocks: one get for the first block of
-each run, then the run's stored hashes are compared with the prompt's, a stride of blocks per
-digest, and block by block only in the stride that differs. Equal digests at the end of a stride
-mean equal tokens all along it, so the stored hashes become the prompt's own for free.
+each run, then the stored hash at the end of a long step is compared with the prompt's, and a step
+that differs is searched by halves. Equal hashes at the end of a step mean equal tokens all along
+it, so the stored hashes become the prompt's own for free.
 
 Pure Python without numpy: this runs in routers and in `kvctl check`. Never touches the store.
 """
@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvfs.chain import HASH_BYTES, PrefixHasher
-from kvfs.index.schema import RUN
+from kvfs.chain import HASH_BYTES, Hash, PrefixHasher
+from kvfs.index.schema import RUN, common
 
-# (m) 1 M tokens: a digest per block 2.4 ms, per 32 blocks 0.32 ms, one plain hash 0.17 ms.
-STRIDE = 32
+# A run is compared in one step if it is short enough to hash twice without regret, a longer one in
+# steps that double: few digests where it is shared to its end, no more than twice the bytes where
+# it is not.
+FIRST_STEP = 256
 
 
 class Match(NamedTuple):
@@ -46,14 +48,23 @@ def longest_prefix(
 
     get: key -> value buffer of the `runs` table or None; prefix: the namespace's key prefix.
     Reasons: "hit" (every whole block), "no tokens", "short" (less than a block), "root unknown",
-    "diverged", "expired".
+    "diverged", "expired". Raises InputError for tokens that a lazy hasher had not looked at.
     """
-    n, at = hasher.n_blocks, 0
-    runs: list[Match] = []
+    n = hasher.n_blocks
     if not n:
-        return Found(runs, 0, "short" if hasher.n_tokens else "no tokens")
+        return Found([], 0, "short" if hasher.n_tokens else "no tokens")
+    walk = _Walk(hasher)
+    found = _follow(get, prefix, walk, n, now_ms)
+    if not hasher.lazy:
+        hasher.absorb(walk.state, walk.learned)
+    return found
+
+
+def _follow(get: Callable[[bytes], Any], prefix: bytes, walk: _Walk, n: int, now_ms: int) -> Found:
+    runs: list[Match] = []
+    at = 0
     while at < n:
-        value = get(prefix + _digest(hasher, at))
+        value = get(prefix + walk.digest(at))
         if value is None:
             return Found(runs, at, "diverged" if at else "root unknown")
         seg, slot, count, block, _, expires, class_id, _ = RUN.unpack_from(value)
@@ -61,55 +72,72 @@ def longest_prefix(
             return Found(runs, at, "expired")
         if block != at:  # another chain's block with the same hash: not ours
             return Found(runs, at, "diverged")
-        shared = _shared(hasher, at, value, min(count, n - at))
+        shared = walk.shared(at, value, min(count, n - at))
         runs.append(Match(seg, slot, shared, block, expires, class_id))
         at += shared
     return Found(runs, n, "hit")
 
 
-def _digest(hasher: PrefixHasher, block: int) -> bytes:
-    """The chain hash of a block at most one beyond those the hasher knows."""
-    known, at = hasher.known, block * HASH_BYTES
-    if at == len(known):
-        size = hasher.block_bytes
-        hasher.state.update(hasher.buffer[block * size : (block + 1) * size])
-        known += hasher.state.digest()
-    return bytes(known[at : at + HASH_BYTES])
+class _Walk:
+    """One prompt on its way along the stored runs: a hash state that goes ahead of the hasher's.
 
+    `state` has absorbed the first `hashed` blocks; the hashes of those the hasher did not know
+    before are in `learned`, as views into the index that live as long as its transaction.
+    """
 
-def _shared(hasher: PrefixHasher, at: int, value: Any, limit: int) -> int:
-    """How many leading blocks of a run are the prompt's blocks from `at` on; block 0 is known."""
-    done = min(len(hasher.known) // HASH_BYTES - at, limit)
-    base = RUN.size
-    ours = hasher.known[at * HASH_BYTES : (at + done) * HASH_BYTES]
-    theirs = value[base : base + done * HASH_BYTES]
-    if ours != theirs:
-        return _first_difference(ours, theirs)
-    size, buffer, known = hasher.block_bytes, hasher.buffer, hasher.known
-    while done < limit:
-        step = min(STRIDE, limit - done)
-        ahead = hasher.state.copy()
-        ahead.update(buffer[(at + done) * size : (at + done + step) * size])
-        end = base + (done + step) * HASH_BYTES
-        if ahead.digest() != value[end - HASH_BYTES : end]:
-            return _block_by_block(hasher, at, value, done, done + step)
-        hasher.state = ahead
-        known += value[base + done * HASH_BYTES : end]
-        done += step
-    return done
+    __slots__ = ("blocks", "hashed", "known", "learned", "state")
 
+    def __init__(self, hasher: PrefixHasher) -> None:
+        self.blocks = hasher.blocks
+        self.known = hasher.known
+        self.hashed = len(hasher.known) // HASH_BYTES
+        self.state = hasher.state.copy()
+        self.learned: list[Any] = []
 
-def _block_by_block(hasher: PrefixHasher, at: int, value: Any, done: int, limit: int) -> int:
-    while done < limit:
-        found = value[RUN.size + done * HASH_BYTES : RUN.size + (done + 1) * HASH_BYTES]
-        if _digest(hasher, at + done) != found:
-            break
-        done += 1
-    return done
+    def digest(self, block: int) -> bytes:
+        """The chain hash of a block: one the hasher knew before, or the next one."""
+        if block < self.hashed:
+            return bytes(self.known[block * HASH_BYTES : (block + 1) * HASH_BYTES])
+        self.state.update(self.blocks(block, block + 1))
+        digest = self.state.digest()
+        self.learned.append(digest)
+        self.hashed = block + 1
+        return digest
 
+    def shared(self, at: int, value: Any, limit: int) -> int:
+        """How many leading blocks of a run are the prompt's blocks from `at` on; the first is."""
+        done = min(self.hashed - at, limit)
+        if done > 1:  # known before: nothing to hash
+            ours = bytes(self.known[at * HASH_BYTES : (at + done) * HASH_BYTES])
+            same = common(ours, bytes(value[RUN.size : RUN.size + done * HASH_BYTES]))
+            if same < done:
+                return same
+        step = FIRST_STEP
+        while done < limit:
+            to = min(done + step, limit)
+            ahead = self.state.copy()
+            ahead.update(self.blocks(at + done, at + to))
+            end = RUN.size + to * HASH_BYTES
+            if ahead.digest() != value[end - HASH_BYTES : end]:
+                return self._by_halves(at, value, done, to)
+            self._advance(ahead, at, value, done, to)
+            done, step = to, step * 2
+        return done
 
-def _first_difference(a: bytearray, b: Any) -> int:
-    for i in range(0, len(a), HASH_BYTES):
-        if a[i : i + HASH_BYTES] != b[i : i + HASH_BYTES]:
-            return i // HASH_BYTES
-    return len(a) // HASH_BYTES
+    def _by_halves(self, at: int, value: Any, low: int, high: int) -> int:
+        """The same, given that `low` blocks are the prompt's, and hashed, and `high` are not."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            ahead = self.state.copy()
+            ahead.update(self.blocks(at + low, at + middle))
+            end = RUN.size + middle * HASH_BYTES
+            if ahead.digest() == value[end - HASH_BYTES : end]:
+                self._advance(ahead, at, value, low, middle)
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _advance(self, state: Hash, at: int, value: Any, done: int, to: int) -> None:
+        self.state, self.hashed = state, at + to
+        self.learned.append(value[RUN.size + done * HASH_BYTES : RUN.size + to * HASH_BYTES])
