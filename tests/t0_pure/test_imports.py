@@ -27,8 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
         "kvfs.catalog kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer kvfs.publisher"
-        " kvfs.writer kvfs.put",
-        "kvfs.store kvfs.gc kvfs.fsck kvfs.state kvfs.arena",
+        " kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
+        "kvfs.store kvfs.gc kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena",
         "kvfs.vfs kvfs.sim kvfs.explain",
         "kvfs.fuse kvfs.mount kvfs.serve kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",

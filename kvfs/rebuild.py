@@ -1,0 +1,226 @@
+"""REBUILD: this host's index made anew from the journals or, if they are lost, from the segments.
+
+One write transaction: whoever has the index open goes on with the old state until the commit, and
+writers wait. From the journals the index becomes what it was. From the segments it holds every
+block that is there, also those that were removed, with the expiry each had when it was written:
+removals and renewals are told by journals only. Nothing on the shared storage is changed.
+
+Blocking; reads the shared storage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvfs.backend import Backend
+from kvfs.catalog import namespace_path
+from kvfs.config import check_alive
+from kvfs.errors import FormatError, InputError
+from kvfs.follow import Follower, Progress
+from kvfs.frames import ClassEntry, Entry, NamespaceEntry
+from kvfs.index.apply import Applier
+from kvfs.index.wipe import wipe
+from kvfs.journal import VERSION as JOURNAL_VERSION
+from kvfs.layout import Identity
+from kvfs.record import Shape
+from kvfs.salvage import Salvage, Survey
+from kvfs.scan import (
+    JournalTail,
+    id_of,
+    journal_files,
+    journal_version,
+    names,
+    read_journal,
+    segment_paths,
+    segment_version,
+)
+from kvfs.segment import VERSION
+from kvfs.store import Store
+
+SOURCES = ("auto", "journals", "segments")
+_NAMESPACE_LIMIT = 64 << 20
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What a rebuild found and made."""
+
+    source: str
+    """"journals" or "segments"."""
+    entries: int = 0
+    """Entries applied."""
+    segments: int = 0
+    runs: int = 0
+    blocks: int = 0
+    newer: int = 0
+    """Journals and segments of a version this code does not read yet: left alone."""
+    unmentioned: list[str] = field(default_factory=list)
+    """From journals: segments that no journal tells of; their blocks are not in the index."""
+    skipped: list[str] = field(default_factory=list)
+    """What could not be read, or not to its end, and why."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rebuild(store: Store, *, source: str = "auto", progress: Progress | None = None) -> Rebuilt:
+    """Makes the local index of an open store anew.
+
+    source: "journals", "segments", or "auto": journals if there is one that can be read;
+    progress: called with the number of entries applied since its last call.
+    Raises InputError, NoStoreError, BackendError, IndexFault; then the index is as it was.
+    """
+    if source not in SOURCES:
+        raise InputError(f"source is {source!r}; known are {', '.join(SOURCES)}")
+    check_alive(store.backend, store.uuid)
+    if source == "auto":
+        source = "journals" if _any_journal(store) else "segments"
+    work = _Rebuild(store, progress)
+    result = work.from_journals() if source == "journals" else work.from_segments()
+    _count_rows(store, result)
+    return result
+
+
+def advice(store: Store) -> str | None:
+    """What to do about an index that is empty although the store is not; None if all is well.
+
+    Cheap: a few directory listings, and only where the index knows no segment.
+    """
+    if store.index.segments() or names(store.backend, "log") or not names(store.backend, "seg"):
+        return None
+    return (
+        f"{store.path}: the index is empty and the journals are gone, but there are segments; "
+        "`kvctl rebuild` reads the blocks from them"
+    )
+
+
+def namespace_files(backend: Backend) -> Iterator[tuple[Identity | None, str, str]]:
+    """Yields (identity, its JSON, path) of each namespace file; None for one not to be believed."""
+    for name in names(backend, "ns"):
+        path = namespace_path(name)
+        try:
+            text = backend.load(path, _NAMESPACE_LIMIT).decode()
+            identity = Identity.from_json(json.loads(text))
+        except (OSError, ValueError, InputError):
+            yield None, "", path
+            continue
+        yield identity if identity.name == name else None, text, path
+
+
+def shapes(store: Store) -> dict[bytes, Shape]:
+    """Namespace id -> shape of its records, from the store's files and the index."""
+    known = [i for i, _, _ in namespace_files(store.backend) if i is not None]
+    out = {identity.nsid: Shape.of(identity) for identity in known}
+    out.update((ns.nsid, ns.shape) for ns in store.namespaces())
+    return out
+
+
+def _any_journal(store: Store) -> bool:
+    for writer, number in journal_files(store.backend):
+        tail = JournalTail("")
+        try:
+            for _ in read_journal(store.backend, writer, number, store.uuid, tail):
+                return True
+        except (OSError, FormatError):
+            continue
+    return False
+
+
+def _count_rows(store: Store, result: Rebuilt) -> None:
+    result.segments = len(store.index.segments())
+    result.blocks = store.index.counters().get("blocks", 0)
+    result.runs = sum(1 for ns in store.namespaces() for _ in store.index.all_runs(ns.number))
+
+
+class _Rebuild:
+    """One rebuild of one store's index."""
+
+    def __init__(self, store: Store, progress: Progress | None) -> None:
+        self.store = store
+        self.backend = store.backend
+        self.progress = progress
+        self._catalog: list[Entry] = [
+            ClassEntry(name, seconds) for name, seconds in store.config.classes.items()
+        ]
+        self._skipped: list[str] = []
+        for identity, text, path in namespace_files(self.backend):
+            if identity is None:
+                self._skipped.append(f"{path}: not the identity of that name")
+            else:
+                self._catalog.append(NamespaceEntry(identity.nsid, text))
+
+    def _begin(self, applier: Applier, *, journals: bool) -> None:
+        wipe(applier, journals=journals)
+        for entry in self._catalog:
+            applier.apply(entry)
+
+    def from_journals(self) -> Rebuilt:
+        follower = Follower(self.backend, self.store.index, self.store.uuid)
+
+        def work(applier: Applier) -> Rebuilt:
+            self._begin(applier, journals=True)
+            followed = follower.replay(applier, self.progress)
+            return Rebuilt("journals", followed.entries, skipped=list(followed.problems))
+
+        result = self.store.index.write(work)
+        result.skipped += self._skipped
+        self._look_at_tails(result)
+        self._look_for_unmentioned(result)
+        return result
+
+    def _look_at_tails(self, result: Rebuilt) -> None:
+        """Says which journals were not read to their end: what stands behind is lost here."""
+        for state in self.store.index.journals().values():
+            path = f"log/{state.writer}/{state.number:06d}.log"
+            try:
+                unread = self.backend.size(path) - state.offset
+            except OSError as e:
+                result.skipped.append(f"{path}: {e.strerror or e}")
+                continue
+            if unread > 0 and not state.ended:
+                result.skipped.append(
+                    f"{path}: {unread} bytes from offset {state.offset} on are no whole entry"
+                )
+        for writer, number in journal_files(self.backend):
+            version = journal_version(self.backend, f"log/{writer}/{number:06d}.log")
+            result.newer += (version or 0) > JOURNAL_VERSION
+
+    def _look_for_unmentioned(self, result: Rebuilt) -> None:
+        known = {segment.segment for segment in self.store.index.segments()}
+        for path in segment_paths(self.backend):
+            if id_of(path) in known:
+                continue
+            if (segment_version(self.backend, path) or 0) > VERSION:
+                result.newer += 1
+            else:
+                result.unmentioned.append(path)
+
+    def from_segments(self) -> Rebuilt:
+        known = shapes(self.store)
+        salvage = Salvage(self.backend, self.store.uuid, known.get)
+        survey = salvage.survey()
+
+        def work(applier: Applier) -> int:
+            # The journals, if there are any, stay applied as far as they were: a rebuild from the
+            # segments is for what they lack, and what they tell from now on is followed as ever.
+            self._begin(applier, journals=False)
+            return self._apply_all(applier, salvage, survey)
+
+        entries = self.store.index.write(work)
+        skipped = [*self._skipped, *survey.skipped]
+        if survey.records_left_out:
+            skipped.append(f"{survey.records_left_out} records that do not check out")
+        return Rebuilt("segments", entries, newer=survey.newer, skipped=skipped)
+
+    def _apply_all(self, applier: Applier, salvage: Salvage, survey: Survey) -> int:
+        n = 0
+        for n, entry in enumerate(salvage.entries(survey), 1):
+            applier.apply(entry)
+            if self.progress is not None and n % 1000 == 0:
+                self.progress(1000)
+        if self.progress is not None and n % 1000:
+            self.progress(n % 1000)
+        return n
