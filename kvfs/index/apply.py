@@ -3,19 +3,21 @@
 Applying is idempotent and, for the runs of one chain, ends in the same lookups whatever order the
 journals of different writers come in:
 
-- first applied wins: the blocks of a run that are visible already are trimmed from it;
-- a run whose index place is unknown (its writer saw the chain cut into other runs) is found through
-  the path heads it carries; if its ancestors are not here at all it is kept whole, as an orphan;
+- first applied wins: blocks of a run that are visible already are trimmed from it, and what shows
+  them lives on for as long as the newer run would have;
+- a run whose parent block is not visible yet waits until it is;
 - what was cut or dropped stays out of sight even when its run comes in later.
 
-An expired run does not count as visible: a newer one takes its place. Everything here happens in
-the write transaction that was handed in; nothing is cached across transactions.
+How a run is placed is in kvfs.index.placer. An expired run does not count as visible: a newer one
+takes its place. Everything here happens in the write transaction that was handed in; nothing is
+cached across transactions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from kvfs.chain import HASH_BYTES
@@ -30,6 +32,7 @@ from kvfs.frames import (
     SealEntry,
     SegmentEntry,
 )
+from kvfs.index.placer import Placer
 from kvfs.index.schema import (
     CLASS,
     CLASSES,
@@ -38,23 +41,27 @@ from kvfs.index.schema import (
     LIVE,
     META,
     NS,
+    PLACE,
     PREFIX,
+    RUN,
     RUNS,
     SEGIDS,
     SEGMENTS,
     U32,
     U64,
+    WAITING,
     Run,
     Segment,
     child_key,
     place_key,
     run_key,
     scan,
+    scan_copies,
+    waiting_key,
 )
 from kvfs.segment import Geometry
 
-# How many runs a search for a parent looks at before it settles for an orphan.
-_SEARCH_LIMIT = 256
+_WHOLE_SEGMENT = 0xFFFFFFFF
 
 
 class Applier:
@@ -63,8 +70,12 @@ class Applier:
     def __init__(self, txn: Any) -> None:
         self.txn = txn
         self.counts: dict[str, int] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks again at what decides how runs are placed, after rows were changed directly."""
         self._cuts = self.meta_int("cuts") > 0
-        self._orphans = self.meta_int("orphans") > 0
+        self._waiting = self.meta_int("orphans") > 0
 
     def count(self, name: str, n: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + n
@@ -85,7 +96,6 @@ class Applier:
         """Writes the counters of this transaction; call once, before the commit."""
         blocks = self.counts.get("blocks_added", 0) - self.counts.get("blocks_removed", 0)
         self.add_meta("blocks", blocks)
-        self.add_meta("orphans", self.counts.get("orphans", 0))
 
     # namespaces, classes and segments
 
@@ -149,14 +159,53 @@ class Applier:
         return None if value is None else Run.decode(key, value)
 
     def apply_run(self, entry: RunEntry) -> None:
+        queue = [entry]
+        while queue:
+            queue += self._place(queue.pop())
+
+    def _place(self, entry: RunEntry) -> list[RunEntry]:
+        """Places one run; returns those that have waited for a block of it."""
         number = self.segment_number(entry.segment)
         segment = None if number is None else self.segment(number)
         if segment is None or segment.state != LIVE:
             self.count("runs_without_segment")
-            return
+            return []
         kept = self._uncut(entry) if self._cuts else entry.count
-        if kept:
-            _Placer(self, segment, entry, kept).place()
+        if not kept:
+            return []
+        placed = Placer(self, segment, entry, kept).place()
+        if placed is None:
+            self._wait(segment, entry)
+            return []
+        return [woken for run in placed for woken in self._wake(run)] if self._waiting else []
+
+    def _wait(self, segment: Segment, entry: RunEntry) -> None:
+        run = Run(
+            segment.ns, entry.hashes[:HASH_BYTES], segment.number, entry.slot, entry.count,
+            entry.block, entry.written_ms, entry.expires_ms, segment.class_id, entry.parent,
+            entry.hashes,
+        )  # fmt: skip
+        key = waiting_key(run.ns, run.parent, run.seg, run.slot)
+        if self.txn.put(key, run.value(), overwrite=False):
+            self.add_meta("orphans", 1)
+        self._waiting = True
+
+    def _wake(self, placed: Run) -> list[RunEntry]:
+        """The runs that have waited for a block of one that was placed just now."""
+        rows = []
+        for i in range(placed.count):
+            rows += list(scan_copies(self.txn, waiting_key(placed.ns, placed.hash(i))))
+        woken = []
+        for key, value in rows:
+            self._stop_waiting(key)
+            segment = self.segment(PLACE.unpack_from(key, len(key) - PLACE.size)[0])
+            if segment is not None:
+                woken.append(_waiting_entry(segment.segment, value, placed.head))
+        return woken
+
+    def _stop_waiting(self, key: bytes) -> None:
+        self.txn.delete(key)
+        self.add_meta("orphans", -1)
 
     def _uncut(self, entry: RunEntry) -> int:
         """How many leading blocks of a run no earlier cut has taken."""
@@ -182,6 +231,23 @@ class Applier:
         self.count("runs_removed")
         self.count("blocks_removed", run.count)
 
+    def children(self, ns: int, parent: bytes, limit: int) -> list[Run]:
+        """At most `limit` of the runs that follow the block with hash `parent`."""
+        keys = islice(scan(self.txn, child_key(ns, parent)), limit)
+        runs = (self.run(ns, head) for head in [bytes(key[-HASH_BYTES:]) for key, _ in keys])
+        return [run for run in runs if run is not None]
+
+    def prolong(self, run: Run, expires_ms: int, class_id: int) -> None:
+        """Lets a run expire later; it takes the class if that is the longer one."""
+        if self._class_seconds(class_id) <= self._class_seconds(run.class_id):
+            class_id = run.class_id
+        longer = dataclasses.replace(run, expires_ms=expires_ms, class_id=class_id)
+        self.txn.put(run.key(), longer.value())
+
+    def _class_seconds(self, class_id: int) -> int:
+        rows = (CLASS.unpack(value) for _, value in scan(self.txn, CLASSES))
+        return next((seconds for number, seconds in rows if number == class_id), 0)
+
     def shorten(self, run: Run, keep: int) -> None:
         """Leaves the first `keep` blocks of a run in sight."""
         if keep <= 0:
@@ -199,7 +265,9 @@ class Applier:
         if run is None:
             self.count("renewed_nothing")
             return
-        if not entry.force and (entry.expires_ms <= run.expires_ms or _expired(run, entry.when_ms)):
+        if not entry.force and (
+            entry.expires_ms <= run.expires_ms or run.expires_ms <= entry.when_ms
+        ):
             return
         class_id = self.class_id(entry.ttl_class, 0) if entry.ttl_class else run.class_id
         renewed = dataclasses.replace(run, expires_ms=entry.expires_ms, class_id=class_id)
@@ -207,16 +275,23 @@ class Applier:
         self.count("renewed")
 
     def apply_cut(self, entry: CutEntry) -> None:
-        key = CUTS + entry.segment + entry.slot.to_bytes(4, "big")
-        if self.txn.put(key, U32.pack(entry.count), overwrite=False):
-            self.add_meta("cuts", 1)
-        self._cuts = True
+        self._note_cut(entry.segment, entry.slot, entry.count)
         number = self.segment_number(entry.segment)
         if number is None:
             return
         for run in list(self.runs_of(number)):
             if run.slot < entry.slot + entry.count and run.slot + run.count > entry.slot:
                 self.shorten(run, entry.slot - run.slot)
+
+    def _note_cut(self, segment: bytes, slot: int, count: int) -> None:
+        """Remembers a cut for runs that come in later."""
+        key = CUTS + segment + slot.to_bytes(4, "big")
+        known = self.txn.get(key)
+        if known is None:
+            self.add_meta("cuts", 1)
+        if known is None or U32.unpack(known)[0] < count:
+            self.txn.put(key, U32.pack(count))
+        self._cuts = True
 
     def runs_of(self, number: int) -> Iterator[Run]:
         """Yields the visible runs of a segment in slot order."""
@@ -229,10 +304,17 @@ class Applier:
     def apply_drop(self, entry: DropEntry) -> None:
         number = self.segment_number(entry.segment)
         segment = None if number is None else self.segment(number)
-        if segment is None or segment.state != LIVE:
+        if segment is None:
+            self._note_cut(entry.segment, 0, _WHOLE_SEGMENT)
+            return
+        if segment.state != LIVE:
             return
         for run in list(self.runs_of(segment.number)):
             self.remove(run)
+        if self._waiting:
+            for key, _ in list(scan_copies(self.txn, WAITING)):
+                if PLACE.unpack_from(key, len(key) - PLACE.size)[0] == segment.number:
+                    self._stop_waiting(key)
         dropped = dataclasses.replace(segment, state=DROPPED, dropped_ms=entry.when_ms)
         self.txn.put(SEGMENTS + PREFIX.pack(segment.number), dropped.value())
         self.count("segments_dropped")
@@ -241,122 +323,10 @@ class Applier:
         """The end of a journal is noted by whoever keeps its offset."""
 
 
-def _expired(run: Run, now_ms: int) -> bool:
-    return run.expires_ms <= now_ms
-
-
-def common(a: bytes, b: bytes) -> int:
-    """The number of leading 16-byte hashes that two strings of hashes share."""
-    n = min(len(a), len(b)) // HASH_BYTES
-    if a[: n * HASH_BYTES] == b[: n * HASH_BYTES]:
-        return n
-    for i in range(n):
-        at = i * HASH_BYTES
-        if a[at : at + HASH_BYTES] != b[at : at + HASH_BYTES]:
-            return i
-    return n
-
-
-class _Placer:
-    """Puts the blocks of one run that are not visible yet into the index."""
-
-    def __init__(self, applier: Applier, segment: Segment, entry: RunEntry, kept: int) -> None:
-        self.a = applier
-        self.segment = segment
-        self.entry = entry
-        self.n = kept
-        self.hashes = entry.hashes[: kept * HASH_BYTES]
-
-    def place(self) -> None:
-        at = self._skip_visible(0)
-        if at == 0 and self.entry.block:
-            at = self._skip_known_parent()
-        while at < self.n:
-            end = self._next_visible(at + 1) if self.a._orphans else self.n
-            self._insert(at, end)
-            at = self._skip_visible(end)
-        self.a.count("blocks_trimmed", self.n - self.a.counts.pop("_placed", 0))
-
-    def _hash(self, i: int) -> bytes:
-        return self.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-
-    def _live(self, i: int) -> Run | None:
-        """The run that begins with our block i. An expired one makes room for ours."""
-        run = self.a.run(self.segment.ns, self._hash(i))
-        if run is not None and _expired(run, self.entry.written_ms):
-            self.a.remove(run)
-            return None
-        return run
-
-    def _skip_visible(self, at: int) -> int:
-        """The first block from `at` on that no run beginning on the way shows."""
-        while at < self.n:
-            run = self._live(at)
-            if run is None:
-                break
-            at += common(run.hashes, self.hashes[at * HASH_BYTES :])
-        return at
-
-    def _next_visible(self, at: int) -> int:
-        while at < self.n and self._live(at) is None:
-            at += 1
-        return at
-
-    def _skip_known_parent(self) -> int:
-        """Where to begin when our first block is no run's first: inside the parent's run?"""
-        entry = self.entry
-        run = self._parent_run()
-        if run is None:
-            self.a.count("orphans")
-            self.a._orphans = True
-            return 0
-        inside = run.hashes[(entry.block - run.block) * HASH_BYTES :]
-        return self._skip_visible(common(inside, self.hashes))
-
-    def _parent_run(self) -> Run | None:
-        """The visible run that holds our parent block: by path heads, then by a short search."""
-        last: Run | None = None
-        heads = self.entry.heads
-        for at in range(len(heads) - HASH_BYTES, -1, -HASH_BYTES):
-            last = self.a.run(self.segment.ns, heads[at : at + HASH_BYTES])
-            if last is not None:
-                break
-        queue = [] if last is None else [last]
-        for _ in range(_SEARCH_LIMIT):
-            if not queue:
-                return None
-            run = queue.pop()
-            at = self.entry.block - 1 - run.block
-            if 0 <= at < run.count and run.hash(at) == self.entry.parent:
-                return run
-            if at >= run.count:
-                queue += self._children(run)
-        return None
-
-    def _children(self, run: Run) -> list[Run]:
-        last = child_key(run.ns, run.hash(run.count - 1))
-        heads = [bytes(key[-HASH_BYTES:]) for key, _ in scan(self.a.txn, last)]
-        runs = (self.a.run(run.ns, h) for h in heads[:_SEARCH_LIMIT])
-        return [r for r in runs if r is not None]
-
-    def _insert(self, at: int, end: int) -> None:
-        e = self.entry
-        self.a.insert(
-            Run(
-                self.segment.ns,
-                self._hash(at),
-                self.segment.number,
-                e.slot + at,
-                end - at,
-                e.block + at,
-                e.written_ms,
-                e.expires_ms,
-                self.segment.class_id,
-                self._hash(at - 1) if at else e.parent,
-                self.hashes[at * HASH_BYTES : end * HASH_BYTES],
-            )  # fmt: skip
-        )
-        self.a.count("_placed", end - at)
+def _waiting_entry(segment: bytes, value: bytes, head: bytes) -> RunEntry:
+    """The entry of a run that has waited; `head` begins the run that holds its parent block."""
+    _, slot, _, block, written, expires, _, parent = RUN.unpack_from(value)
+    return RunEntry(b"", segment, slot, block, written, expires, parent, head, value[RUN.size :])
 
 
 _HANDLERS: dict[type[Any], Callable[[Applier, Any], None]] = {

@@ -16,13 +16,16 @@ namespace, `seg` a u32 it gives to each segment; neither leaves this index.
   children  c     ns, parent hash, hash   empty; `hash` is the first block of a run that follows
                                           the block with hash `parent`
   placed    p     seg, slot of a run      ns, hash of its first block
+  waiting   w     ns, parent hash, seg,   RUN and hashes, as in `runs`: a run whose parent block is
+                  slot                    not in `runs` yet; the counter "orphans" says how many
   cuts      x     segment id 16, slot     count u32: records taken out of sight, also before they
                                           came in
   journals  j     writer id 12, number    offset u64 applied up to, ended u8, writer's name
 
 Invariants, kept within each transaction: a row in `runs` has exactly one in `placed`, found by its
 seg and slot, and one in `children`, found by its parent; the counter "blocks" is the sum of the
-counts of all runs. Who repairs: `kvctl rebuild`.
+counts of all runs; a hash stands in one row of `runs` at most, so that every stored prefix is found
+by going from the end of one run to the first block of the next. Who repairs: `kvctl rebuild`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from kvfs.segment import Geometry
 
 FORMAT = b"1"
 META, NS, CLASSES, SEGIDS, SEGMENTS = b"m", b"n", b"t", b"i", b"s"
-RUNS, CHILDREN, PLACED, CUTS, JOURNALS = b"r", b"c", b"p", b"x", b"j"
+RUNS, CHILDREN, PLACED, WAITING, CUTS, JOURNALS = b"r", b"c", b"p", b"w", b"x", b"j"
 
 U16 = struct.Struct("<H")
 U32 = struct.Struct("<I")
@@ -142,6 +145,11 @@ def place_key(seg: int, slot: int | None = None) -> bytes:
     return PLACED + (PREFIX.pack(seg) if slot is None else PLACE.pack(seg, slot))
 
 
+def waiting_key(ns: int, parent: bytes, seg: int | None = None, slot: int = 0) -> bytes:
+    """Key in `waiting`; without a segment what all runs that wait for a parent share."""
+    return WAITING + PREFIX.pack(ns) + parent + (b"" if seg is None else PLACE.pack(seg, slot))
+
+
 def scan(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[Any, Any]]:
     """Yields (key, value) buffers of all keys with a prefix, from `start` on, in order.
 
@@ -153,3 +161,21 @@ def scan(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[Any, Any
                 if key[: len(prefix)] != prefix:
                     return
                 yield key, value
+
+
+def scan_copies(txn: Any, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """As `scan`, with copies."""
+    for key, value in scan(txn, prefix):
+        yield bytes(key), bytes(value)
+
+
+def common(a: bytes, b: bytes) -> int:
+    """The number of leading 16-byte hashes that two strings of hashes share."""
+    n = min(len(a), len(b)) // HASH_BYTES
+    if a[: n * HASH_BYTES] == b[: n * HASH_BYTES]:
+        return n
+    for i in range(n):
+        at = i * HASH_BYTES
+        if a[at : at + HASH_BYTES] != b[at : at + HASH_BYTES]:
+            return i
+    return n

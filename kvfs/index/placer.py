@@ -1,0 +1,158 @@
+"""Where the blocks of a run that comes in go: the rule that keeps every stored prefix findable.
+
+`check` goes from the last block of one run to the first of the next. That finds everything as long
+as a block is in one run only and follows its parent there, or is a run's first. So:
+
+- blocks that a run shows already are trimmed from the new one, wherever they are in either;
+- a new run ends where a block comes with which a run begins that was there before its parent;
+- a run whose parent block is in no run waits (kvfs.index.apply): nobody could find it yet, and
+  where it overlaps others is only known once its parent is there.
+
+The parent's run is found from the path heads that the entry carries. Its writer may have seen the
+chain cut into other runs, then a search through the forks behind the last known head finds it, or
+at last a look at every run of the namespace. Belongs to one write transaction.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfs.chain import HASH_BYTES
+from kvfs.frames import RunEntry
+from kvfs.index.schema import RUN, Run, Segment, common, run_key, scan
+
+if TYPE_CHECKING:
+    from kvfs.index.apply import Applier
+
+# Lookups along the forks before all runs are looked at instead, which takes some 50 ms a million.
+SEARCH_LIMIT = 500
+
+
+class Placer:
+    """Puts the blocks of one run that are not visible yet into the index."""
+
+    def __init__(self, applier: Applier, segment: Segment, entry: RunEntry, kept: int) -> None:
+        """kept: how many leading blocks of the entry are to be seen."""
+        self.a = applier
+        self.segment = segment
+        self.entry = entry
+        self.n = kept
+        self.hashes = entry.hashes[: kept * HASH_BYTES]
+
+    def place(self) -> list[Run] | None:
+        """Returns the runs that were made of it, or None if its parent block is in no run."""
+        at = self._skip_visible(0)
+        if at == 0 and self.entry.block:
+            parent = self._parent_run()
+            if parent is None:
+                return None
+            at = self._skip_visible(self._shown_by(parent, self.entry.block - parent.block, 0))
+        made = []
+        while at < self.n:
+            end = self._next_first(at + 1)
+            made.append(self._make(at, end))
+            self.a.insert(made[-1])
+            at = self._skip_visible(end)
+        self.a.count("blocks_trimmed", self.n - sum(run.count for run in made))
+        return made
+
+    # what is visible already
+
+    def _hash(self, i: int) -> bytes:
+        return self.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+
+    def _expired(self, run: Run) -> bool:
+        return run.expires_ms <= self.entry.written_ms
+
+    def _live(self, i: int) -> Run | None:
+        """The run that begins with our block i. An expired one makes room for ours."""
+        run = self.a.run(self.segment.ns, self._hash(i))
+        if run is not None and self._expired(run):
+            self.a.remove(run)
+            return None
+        return run
+
+    def _skip_visible(self, at: int) -> int:
+        """The first block from `at` on that no run beginning on the way shows."""
+        while at < self.n:
+            run = self._live(at)
+            if run is None:
+                break
+            at += self._shown_by(run, 0, at)
+        return at
+
+    def _shown_by(self, run: Run, first: int, at: int) -> int:
+        """How many of our blocks from `at` on a run shows from its block `first` on.
+
+        Their writer was told that they are stored for its whole time to live, so they must be.
+        """
+        shown = common(run.hashes[first * HASH_BYTES :], self.hashes[at * HASH_BYTES :])
+        if shown and self.entry.expires_ms > run.expires_ms:
+            self.a.prolong(run, self.entry.expires_ms, self.segment.class_id)
+        return shown
+
+    def _next_first(self, at: int) -> int:
+        """The first block from `at` on with which a visible run begins."""
+        # For every block that ever comes in, so no more than a get a block.
+        get, prefix, hashes = self.a.txn.get, run_key(self.segment.ns, b""), self.hashes
+        for i in range(at, self.n):
+            if get(prefix + hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]) and self._live(i):
+                return i
+        return self.n
+
+    # the parent
+
+    def _parent_run(self) -> Run | None:
+        """The live run that holds the block before our first."""
+        run = self.a.run(self.segment.ns, self.entry.parent) or self._behind_heads()
+        return None if run is None or self._expired(run) else run
+
+    def _behind_heads(self) -> Run | None:
+        """From the last path head known here on: our chain may leave that run behind any of its
+        blocks, into forks that only the hashes tell apart."""
+        left = SEARCH_LIMIT
+        queue = self._last_known()
+        while queue:
+            run = queue.pop()
+            at = self.entry.block - 1 - run.block
+            if 0 <= at < run.count and run.hash(at) == self.entry.parent:
+                return run
+            for i in range(min(at, run.count)):
+                if left <= 0:
+                    return self._among_all()
+                children = self.a.children(run.ns, run.hash(i), left)
+                left -= 1 + len(children)
+                queue += children
+        return None
+
+    def _last_known(self) -> list[Run]:
+        heads = self.entry.heads
+        for at in range(len(heads) - HASH_BYTES, -1, -HASH_BYTES):
+            run = self.a.run(self.segment.ns, heads[at : at + HASH_BYTES])
+            if run is not None:
+                return [run]
+        return []
+
+    def _among_all(self) -> Run | None:
+        for key, value in scan(self.a.txn, run_key(self.segment.ns, b"")):
+            _, _, count, block, *_ = RUN.unpack_from(value)
+            at = self.entry.block - 1 - block
+            if 0 <= at < count and hash_at(value, at) == self.entry.parent:
+                return Run.decode(key, value)
+        return None
+
+    # the rows
+
+    def _make(self, at: int, end: int) -> Run:
+        e, s = self.entry, self.segment
+        parent = self._hash(at - 1) if at else e.parent
+        hashes = self.hashes[at * HASH_BYTES : end * HASH_BYTES]
+        return Run(
+            s.ns, self._hash(at), s.number, e.slot + at, end - at, e.block + at,
+            e.written_ms, e.expires_ms, s.class_id, parent, hashes,
+        )  # fmt: skip
+
+
+def hash_at(value: Any, i: int) -> Any:
+    """The hash of a run's i-th block, of its row's value."""
+    return value[RUN.size + i * HASH_BYTES : RUN.size + (i + 1) * HASH_BYTES]
