@@ -8,9 +8,19 @@ something else. Nothing here reads the store.
 from __future__ import annotations
 
 from kvfs.index.apply import Applier
-from kvfs.index.schema import CHILDREN, CUTS, JOURNALS, META, PLACED, RUNS, SEGIDS, SEGMENTS
+from kvfs.index.schema import (
+    CHILDREN,
+    CUTS,
+    JOURNALS,
+    META,
+    PLACED,
+    RUNS,
+    SEGIDS,
+    SEGMENTS,
+    WAITING,
+)
 
-_CONTENT = (SEGIDS, SEGMENTS, RUNS, CHILDREN, PLACED, CUTS)
+_CONTENT = (SEGIDS, SEGMENTS, RUNS, CHILDREN, PLACED, WAITING, CUTS)
 _SUMS = (b"blocks", b"orphans", b"cuts")
 
 
