@@ -5,7 +5,8 @@ Opening shows on a terminal how far it is; everything else about a store is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -120,3 +121,19 @@ def pick_namespace(store: Store, settings: Settings) -> Namespace:
 def heading(store: Store, ns: Namespace) -> dict[str, str]:
     """What every JSON result of a command in a namespace begins with."""
     return {"store": store.path, "namespace": ns.name}
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP end a command as Ctrl-C does: it cleans up first."""
+    import signal
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

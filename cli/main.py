@@ -41,10 +41,17 @@ MAP: dict[str, dict[str, str]] = {
         "put": "Store the blocks of a prompt",
     },
     "Look": {
+        "ls": "List the tree of a store, without mounting it",
+        "show": "Show all there is to know about a block, and verify it",
         "stats": "Show figures of a store and of this host's index",
     },
     "Keep in order": {
         "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
+        "rebuild": "Make this host's index anew, from the journals or from the stored blocks",
+    },
+    "Try out": {
+        "replay": "Drive a store with a request trace and say what hit",
+        "version": "Say which version of kvfs this is, and which formats it reads",
     },
 }
 

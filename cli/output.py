@@ -197,9 +197,13 @@ class Progress:
     def __call__(self, n: int = 1) -> None:
         """Counts n more, and shows it if the last time is long enough ago."""
         self._done += n
+        total = "" if self._total is None else f" of {self._total:,}"
+        self.draw(f"{self._what}: {self._done:,}{total}")
+
+    def draw(self, text: str) -> None:
+        """Draws any text in place of the line, if the last time is long enough ago."""
         if self._terminal and time.monotonic() - self._drawn >= _REDRAW_SECONDS:
-            total = "" if self._total is None else f" of {self._total:,}"
-            self.show(f"{self._what}: {self._done:,}{total}")
+            self.show(text)
 
     def show(self, text: str) -> None:
         """Draws any text in place of the line."""

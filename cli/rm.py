@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfs.cli import common, output, targets, tokens
+from kvfs.cli import common, output, places, targets, tokens
 from kvfs.cli.settings import Settings
 from kvfs.errors import EXIT_MISS, EXIT_OK
 
@@ -61,7 +61,7 @@ def _remove(store: Store, ns: Namespace, target: targets.Target, from_block: int
     if target.kind == "tokens":
         return store.remove(ns, target.tokens(), from_block=from_block)
     if target.kind == "node":
-        run, keep = targets.find(store, ns, target.node or "")
+        run, keep = places.find(store, ns, target.node or "")
         return store.remove_blocks(ns, run.head, keep)
     blocks = 0
     with output.Progress("blocks evicted") as progress:

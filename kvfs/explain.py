@@ -12,14 +12,13 @@ import heapq
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.backend import read_into
-from kvfs.chain import TOKEN_BYTES, PrefixHasher
-from kvfs.errors import KvfsError
+from kvfs.chain import PrefixHasher
+from kvfs.errors import BackendError, DamageError
 from kvfs.index.schema import Run
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
-from kvfs.record import TRAILER_BYTES, Trailer, parse
 from kvfs.store import Store
+from kvfs.vfs.file import Place, read_tokens
 
 # A root may have a hundred thousand children: so many of the newest are compared with the prompt.
 _COMPARED = 64
@@ -116,51 +115,32 @@ def _siblings(store: Store, ns: Namespace, hasher: PrefixHasher, at: int) -> lis
 def _compare(
     store: Store, ns: Namespace, hasher: PrefixHasher, at: int, run: Run, i: int
 ) -> Sibling:
-    theirs = stored_tokens(store, ns, run, i)
-    if theirs is None:
+    segment = store.index.segment(run.seg)
+    place = Place(
+        at, run.hash(i), hasher.digest(at), segment, run.slot + i, run.written_ms, run.expires_ms,
+        run.class_id, run.head, i,
+    )  # fmt: skip
+    try:
+        b = read_tokens(store.backend, ns, [place])[0]
+    except (DamageError, BackendError):
         return Sibling(run.hash(i), run.written_ms, run.expires_ms)
-    ours = hasher.buffer[at * hasher.block_bytes :][: len(theirs) + _SHIFT * TOKEN_BYTES]
-    a, b = ours.cast("I"), theirs.cast("I")
+    a = tuple(hasher.buffer.cast("I")[at * ns.block_tokens :][: len(b) + _SHIFT])
     n = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return Sibling(
         run.hash(i), run.written_ms, run.expires_ms, n,
         a[n] if n < len(a) else None, b[n] if n < len(b) else None,
-        _shift(bytes(ours), bytes(theirs)) if n < len(b) else 0,
+        _shift(a, b) if n < len(b) else 0,
     )  # fmt: skip
 
 
-def _shift(ours: bytes, theirs: bytes) -> int:
+def _shift(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
     """How many tokens were put in front of the same ids (negative: left out), 0 if neither."""
     for n in range(1, _SHIFT + 1):
-        at = n * TOKEN_BYTES
-        if len(ours) > at and theirs.startswith(ours[at : at + len(theirs) - at]):
+        if ours[n:] and ours[n : len(theirs)] == theirs[: len(ours) - n][: len(theirs) - n]:
             return n
-        if len(theirs) > at and ours and theirs[at:] == ours[: len(theirs) - at]:
+        if ours and theirs[n : n + len(ours)] == ours[: len(theirs) - n]:
             return -n
     return 0
-
-
-def stored_tokens(store: Store, ns: Namespace, run: Run, i: int) -> memoryview | None:
-    """The token ids (u32 little-endian bytes) of the i-th block of a run, from its record.
-
-    None if the record cannot be read, is damaged, or is another one.
-    """
-    shape = ns.shape
-    meta = memoryview(bytearray(shape.tokens_bytes + TRAILER_BYTES))
-    try:
-        segment = store.index.segment(run.seg)
-        file = store.backend.open(segment.path)
-        try:
-            offset = segment.geometry.offset(run.slot + i) + shape.meta_at
-            read = read_into(store.backend, file, [meta], offset)
-        finally:
-            store.backend.close(file)
-    except (OSError, KvfsError):
-        return None
-    trailer = parse(meta) if read == len(meta) else "short"
-    if not isinstance(trailer, Trailer) or trailer.hash != run.hash(i):
-        return None
-    return meta[: shape.tokens_bytes]
 
 
 def _elsewhere(
