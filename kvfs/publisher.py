@@ -70,6 +70,45 @@ class Publisher:
         if commit.error is not None:
             raise commit.error
 
+    def publish_checked(self, decide: Callable[[Applier], list[Entry]]) -> list[Entry]:
+        """Publishes what `decide` returns, decided and applied in one index transaction.
+
+        Nothing that this host makes visible can come between the decision and its effect. Other
+        writers of the host wait, for as long as an append to the journal takes. Returns the
+        entries; raises as `publish`.
+        """
+        with self._committing:
+            try:
+                self._current_journal()  # a full one is ended by a transaction of its own
+                return self._publish_checked(decide)
+            except OutOfStep:
+                self._follow_own()
+                return self._publish_checked(decide)
+            except OSError as e:
+                raise self.failed(e) from e
+
+    def _publish_checked(self, decide: Callable[[Applier], list[Entry]]) -> list[Entry]:
+        appended: list[tuple[JournalWriter, int, list[tuple[Entry | None, int]]]] = []
+
+        def work(applier: Applier) -> list[Entry]:
+            if not appended:
+                journal = self._current_journal()
+                apply_journal(applier, self.id, journal.number, self.name, journal.end, [])
+                entries = decide(applier)
+                if not entries:
+                    return []
+                # Applied before they are in the journal too: should the map have to grow, it does
+                # so now, and they are decided anew.
+                for entry in entries:
+                    applier.apply(entry)
+                journal, start, ends = self._append(entries, self.config.durability != "none")
+                appended.append((journal, start, list(zip(entries, ends, strict=True))))
+            journal, start, placed = appended[0]
+            apply_journal(applier, self.id, journal.number, self.name, start, placed)
+            return [entry for entry, _ in placed if entry is not None]
+
+        return self.index.write(work)
+
     def _commit(self, commit: _Commit) -> None:
         with self._lock:
             self._queue.append(commit)
@@ -158,9 +197,12 @@ class Publisher:
         try:
             self.index.write(apply)
         except OutOfStep:
-            # Another process of this host read part of our journal, or the index was made anew.
-            Follower(self.backend, self.index, self.config.uuid).catch_up(self.name)
+            self._follow_own()
             self.index.count(counters)
+
+    def _follow_own(self) -> None:
+        """Another process of this host read part of our journal, or the index was made anew."""
+        Follower(self.backend, self.index, self.config.uuid).catch_up(self.name)
 
     def _end_journal(self, *, last: bool) -> None:
         journal, self._journal = self._journal, None

@@ -192,6 +192,13 @@ class SegmentWriter:
         if not segment.busy:
             self._seal(segment)
 
+    def retire(self, segments: set[bytes]) -> None:
+        """Takes no more runs into the segments with these ids; the idle ones are sealed now."""
+        with self._lock:
+            for key, segment in list(self._open.items()):
+                if segment.header.segment_id in segments:
+                    self._retire(key)
+
     def _seal(self, segment: OpenSegment) -> None:
         """Writes the footer, on a best effort: a segment without one is read by its trailers."""
         if segment.sealed:

@@ -29,6 +29,7 @@ from kvfs.config import StoreConfig
 from kvfs.errors import BackendError, KvfsError, SpaceError
 from kvfs.frames import Entry, RunEntry
 from kvfs.index import Index
+from kvfs.index.apply import Applier
 from kvfs.index.guard import boot_id
 from kvfs.namespace import Namespace
 from kvfs.publisher import Publisher
@@ -97,6 +98,14 @@ class Writer:
         finally:
             for written, _ in runs:
                 self._segments.release(written.segment)
+
+    def publish_checked(self, decide: Callable[[Applier], list[Entry]]) -> list[Entry]:
+        """Publishes what is decided within the transaction: see Publisher.publish_checked."""
+        return self._publisher.publish_checked(decide)
+
+    def retire(self, segments: set[bytes]) -> None:
+        """Takes no more runs into these of its segments: see SegmentWriter.retire."""
+        self._segments.retire(segments)
 
     def _refuse_while_full(self, need: int) -> None:
         try:

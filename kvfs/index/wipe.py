@@ -1,24 +1,33 @@
-"""Empties an index before it is filled anew, in the same write transaction.
+"""Takes rows out of an index that nothing refers to any more, within the caller's transaction.
 
-What other processes hold on to stays: the numbers of namespaces and classes, the counters that
-`stats` prints, and how far numbering has come, so that a number once given never comes to mean
-something else. Nothing here reads the store.
+`wipe` empties it before it is filled anew. What other processes hold on to stays: the numbers of
+namespaces and classes, the counters that `stats` prints, and how far numbering has come, so that a
+number once given never comes to mean something else. The other functions are for segments whose
+files are removed. Nothing here reads the store.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 from kvfs.index.apply import Applier
 from kvfs.index.schema import (
     CHILDREN,
     CUTS,
+    GONE,
     JOURNALS,
     META,
     PLACED,
+    PREFIX,
     RUNS,
     SEGIDS,
     SEGMENTS,
     WAITING,
+    Segment,
+    scan,
 )
+from kvfs.segment import SEGMENT_ID_BYTES
 
 _CONTENT = (SEGIDS, SEGMENTS, RUNS, CHILDREN, PLACED, WAITING, CUTS)
 _SUMS = (b"blocks", b"orphans", b"cuts")
@@ -39,3 +48,31 @@ def _clear(applier: Applier, table: bytes) -> None:
         more = cursor.set_range(table)
         while more and bytes(cursor.key()[: len(table)]) == table:
             more = cursor.delete()
+
+
+def mark_gone(applier: Applier, segment: Segment) -> None:
+    """Notes that the file of a dropped segment is removed."""
+    gone = dataclasses.replace(segment, state=GONE)
+    applier.txn.put(SEGMENTS + PREFIX.pack(segment.number), gone.value())
+
+
+def forget(applier: Applier, segment: Segment) -> None:
+    """Takes out a segment that is gone, and its cuts. What still comes in for it is left out."""
+    if segment.state != GONE:
+        return
+    applier.txn.delete(SEGMENTS + PREFIX.pack(segment.number))
+    applier.txn.delete(SEGIDS + segment.segment)
+    _forget_cuts(applier, lambda id_: id_ == segment.segment, segment.segment)
+
+
+def forget_cuts(applier: Applier, over: Callable[[bytes], bool]) -> None:
+    """Takes out the cuts of unknown segments of which `over(id)` says that they never come in."""
+    _forget_cuts(applier, lambda id_: applier.segment_number(id_) is None and over(id_))
+
+
+def _forget_cuts(applier: Applier, over: Callable[[bytes], bool], prefix: bytes = b"") -> None:
+    keys = [bytes(key) for key, _ in scan(applier.txn, CUTS + prefix)]
+    done = [key for key in keys if over(key[1 : 1 + SEGMENT_ID_BYTES])]
+    for key in done:
+        applier.txn.delete(key)
+    applier.add_meta("cuts", -len(done))
