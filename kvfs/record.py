@@ -274,23 +274,26 @@ def sound(at: Landing, first: int, end: int, *, payloads: bool = True) -> tuple[
 
     Returns (the first that is bad, why) or (end, None).
     """
+    # Spelled out, since it runs for every block of every fetch: two thirds of the time of the same
+    # with a call for each view.
     sum_at = at.shape.tokens_bytes + _SUM_AT
     payload_sum_at = at.shape.tokens_bytes + _CHECKSUM_AT
+    metas, meta_step, size = at.metas, at.meta_step, at.shape.payload
+    rows, row_step, unpack = at.payloads, at.payload_step, _SUM.unpack_from
     for i in range(first, end):
-        meta = at.meta(i)
-        if _xxh(meta[:sum_at]) != _SUM.unpack_from(meta, sum_at)[0]:
-            return i, _no_record(meta)
-        if payloads and _xxh(at.payload(i)) != _SUM.unpack_from(meta, payload_sum_at)[0]:
-            trailer = parse(meta)
-            if isinstance(trailer, str):
-                return i, trailer
-            return i, check_payload(at.shape, at.payload(i), trailer)
+        m, p = i * meta_step, i * row_step
+        if _xxh(metas[m : m + sum_at]) != unpack(metas, m + sum_at)[0]:
+            return i, _damage(at, i)
+        if payloads and _xxh(rows[p : p + size]) != unpack(metas, m + payload_sum_at)[0]:
+            return i, _damage(at, i)
     return end, None
 
 
-def _no_record(meta: memoryview) -> str:
-    trailer = parse(meta)
-    return trailer if isinstance(trailer, str) else "bad trailer"
+def _damage(at: Landing, i: int) -> str:
+    trailer = parse(at.meta(i))
+    if isinstance(trailer, str):
+        return trailer
+    return check_payload(at.shape, at.payload(i), trailer) or "bad trailer"
 
 
 def matches(at: Landing, want: RunBlocks, first: int = 0) -> tuple[int, str | None]:

@@ -84,14 +84,18 @@ class Geometry:
         extent, index = divmod(slot - self.in_first, self.in_extent)
         return (extent + 1) * self.extent + index * self.stride
 
-    def pieces(self, slot: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yields (offset, records) for each contiguous stretch of `count` slots from `slot` on."""
+    def pieces(self, slot: int, count: int, most: int = 0) -> Iterator[tuple[int, int]]:
+        """Yields (offset, records) for each contiguous stretch of `count` slots from `slot` on.
+
+        most: bytes a stretch may have, if it holds more than one record; 0: no limit.
+        """
+        limit = max(1, most // self.stride) if most else count
         while count:
             if slot < self.in_first:
                 n = self.in_first - slot
             else:
                 n = self.in_extent - (slot - self.in_first) % self.in_extent
-            n = min(n, count)
+            n = min(n, count, limit)
             yield self.offset(slot), n
             slot, count = slot + n, count - n
 

@@ -63,7 +63,7 @@ class Store:
 
     @classmethod
     def init(
-        cls, path: str | os.PathLike[str], *, extent: int = 4 << 20,
+        cls, path: str | os.PathLike[str], *, extent: int = 64 << 20,
         segment_bytes: int = 256 << 20, durability: str = "batch",
         classes: dict[str, int] | None = None, grace_seconds: float = 60.0,
         **open_options: Any,

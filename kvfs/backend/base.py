@@ -62,6 +62,10 @@ class Backend(Protocol):
         """One vectored read; returns the bytes read, which may be fewer than asked."""
         ...
 
+    def readv_cached(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+        """Like `readv`, but only what is in memory: does not wait for a device; 0 if unknown."""
+        ...
+
     def writev(self, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
         """One vectored write; returns the bytes written, which may be fewer than given."""
         ...

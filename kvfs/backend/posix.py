@@ -53,6 +53,12 @@ class PosixBackend:
     def readv(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(file.fd, buffers, offset)
 
+    def readv_cached(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+        try:
+            return os.preadv(file.fd, buffers, offset, os.RWF_NOWAIT)
+        except OSError:  # EAGAIN: not in memory; EOPNOTSUPP: this file system cannot tell
+            return 0
+
     def writev(self, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(file.fd, buffers, offset)
 

@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.index",
         "kvfs.catalog kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer kvfs.publisher"
         " kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
-        "kvfs.store kvfs.gc kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena",
+        "kvfs.store kvfs.gc kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.explain",
         "kvfs.fuse kvfs.mount kvfs.serve kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
@@ -42,12 +42,14 @@ OWNERS = {
     "pyfuse3": {"kvfs.fuse", "kvfs.mount"},
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
-    "trio": {"kvfs.fuse", "kvfs.mount", "kvfs.serve"},
+    "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.serve"},
 }
 HEAVY = {"click", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio"}
 # The storage is reached through the backend, so that faults can be injected in one place.
-# The index lies on a local disk and takes care of its own files.
-STORAGE_USERS = {"kvfs.backend", "kvfs.index", "kvfs.testing", "kvfs.cli"}
+# The index lies on a local disk and takes care of its own files; arena and fetcher use memory.
+STORAGE_USERS = {
+    "kvfs.arena", "kvfs.backend", "kvfs.cli", "kvfs.fetcher", "kvfs.index", "kvfs.testing",
+}  # fmt: skip
 STORAGE_CALLS = {"pread", "preadv", "pwrite", "pwritev", "fdatasync", "fsync", "posix_fallocate"}
 
 
