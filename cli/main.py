@@ -42,6 +42,8 @@ MAP: dict[str, dict[str, str]] = {
     },
     "Look": {
         "ls": "List the tree of a store, without mounting it",
+        "mount": "Show a store as a directory tree",
+        "umount": "End a mount and wait until its process has ended",
         "show": "Show all there is to know about a block, and verify it",
         "stats": "Show figures of a store and of this host's index",
     },

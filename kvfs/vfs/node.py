@@ -151,3 +151,12 @@ def namespace_ino(nsid: bytes) -> int:
 
 def text_ino(name: bytes, nsid: bytes, content: bytes) -> int:
     return _number(b"text", name, nsid, content)
+
+
+def directory_ino(node: Directory) -> int:
+    """The number of a directory, which is its own whether it is there or not."""
+    if isinstance(node, Root):
+        return ROOT_INO
+    if isinstance(node, NamespaceDir):
+        return namespace_ino(node.ns.nsid)
+    return folder_ino(node.ns.nsid, node.head)

@@ -146,6 +146,12 @@ class Tree:
                 self._nsids = nsids
             return self._namespaces
 
+    def is_quick(self, directory: Directory) -> bool:
+        """A lookup in this directory reads a few rows of the index only, not a whole line."""
+        return not isinstance(directory, Folder) or self.where.lines.is_cached(
+            directory.ns.number, directory.head
+        )
+
     # listings
 
     def listing(self, directory: Directory) -> Listing:

@@ -28,9 +28,9 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.index",
         "kvfs.catalog kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer kvfs.publisher"
         " kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
-        "kvfs.store kvfs.gc kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher",
+        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.explain",
-        "kvfs.fuse kvfs.mount kvfs.serve kvfs.connectors kvfs.gpu",
+        "kvfs.fuse kvfs.fuse_guard kvfs.mount kvfs.mountinfo kvfs.serve kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
     )
 )
@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 OWNERS = {
     "click": {"kvfs.cli"},
     "lmdb": {"kvfs.index"},
-    "pyfuse3": {"kvfs.fuse", "kvfs.mount"},
+    "pyfuse3": {"kvfs.fuse", "kvfs.fuse_guard", "kvfs.mount"},
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
     "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.serve"},
