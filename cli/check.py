@@ -6,6 +6,8 @@ the shared storage, so it answers while that hangs.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +17,11 @@ from kvfs.cli.settings import Settings
 from kvfs.errors import EXIT_MISS, EXIT_OK, EXIT_PARTIAL, InputError
 
 if TYPE_CHECKING:
+    from kvfs.chain import PrefixHasher
     from kvfs.explain import Explanation, Sibling
+    from kvfs.local import LocalStore
     from kvfs.namespace import Namespace
     from kvfs.plan import Plan
-    from kvfs.store import Store
 
 MANUAL = {
     "Token ids": tokens.MANUAL,
@@ -77,37 +80,39 @@ def command(
     Exits with 0 if all that may be hit is stored, 4 if a shorter prefix is, 3 if nothing is.
     """
     ids = tokens.read(path, inline, form)
-    store, ns = _open(settings, local=not (catch_up or why))
-    with store:
+    explanation = None
+    with _opened(settings, fully=catch_up or why) as (store, ns):
         hasher = ns.hasher(ids)
         plan = store.check(ns, hasher)
-        explanation = None
         if why and plan.reason != "hit":
-            from kvfs.explain import explain
-
-            explanation = explain(store, ns, hasher, plan)
+            explanation = _explain(store, ns, hasher, plan)
         if not quiet:
             _print(settings, plan, explanation, store.now_ms())
     return exit_code(ns, plan)
 
 
-def _open(settings: Settings, *, local: bool) -> tuple[Store, Namespace]:
-    """The index alone if that will do, else everything: a new host, or a new namespace."""
-    store = common.open_index(settings) if local else None
-    if store is not None:
-        try:
-            return store, common.pick_namespace(store, settings)
-        except InputError:
-            store.close()
-        except BaseException:
-            store.close()
-            raise
-    store = common.open_store(settings)
-    try:
-        return store, common.pick_namespace(store, settings)
-    except BaseException:
-        store.close()
-        raise
+def _explain(store: LocalStore, ns: Namespace, hasher: PrefixHasher, plan: Plan) -> Explanation:
+    from kvfs.explain import explain
+    from kvfs.store import Store
+
+    assert isinstance(store, Store)
+    return explain(store, ns, hasher, plan)
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings, *, fully: bool) -> Iterator[tuple[LocalStore, Namespace]]:
+    """The index alone if that will do, else everything: on a new host, for a new namespace."""
+    with contextlib.ExitStack() as stack:
+        store = None if fully else common.open_index(settings)
+        ns: Namespace | None = None
+        if store is not None:
+            stack.enter_context(store)
+            with contextlib.suppress(InputError):
+                ns = common.pick_namespace(store, settings)
+        if store is None or ns is None:
+            store = stack.enter_context(common.open_store(settings))
+            ns = common.pick_namespace(store, settings)
+        yield store, ns
 
 
 def exit_code(ns: Namespace, plan: Plan) -> int:

@@ -16,6 +16,7 @@ from kvfs.cli.settings import Settings
 from kvfs.errors import InputError
 
 if TYPE_CHECKING:
+    from kvfs.local import LocalStore
     from kvfs.namespace import Namespace
     from kvfs.store import Store
 
@@ -98,14 +99,14 @@ def open_store(settings: Settings, *, catch_up: bool = True) -> Store:
         )
 
 
-def open_index(settings: Settings) -> Store | None:
+def open_index(settings: Settings) -> LocalStore | None:
     """Opens this host's index alone, without a call to the shared storage; None: there is none."""
-    from kvfs.store import Store
+    from kvfs.local import LocalStore
 
-    return Store.open_index(settings.store, index=settings.index)
+    return LocalStore.open_index(settings.store, index=settings.index)
 
 
-def pick_namespace(store: Store, settings: Settings) -> Namespace:
+def pick_namespace(store: LocalStore, settings: Settings) -> Namespace:
     """The namespace the settings name, or the store's only one. Raises InputError."""
     if settings.namespace is not None:
         return store.namespace(settings.namespace)

@@ -10,7 +10,7 @@ from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
 
 if TYPE_CHECKING:
-    from kvfs.store import Store
+    from kvfs.local import LocalStore
 
 MANUAL = {
     "Counters": """
@@ -34,7 +34,8 @@ MANUAL = {
     index_bytes, index_map_bytes -- bytes of the index in use, and of its map
     index_readers -- readers in the index now
     classes -- TTL class -> seconds
-    space -- object with free and total: bytes of the file system that holds the store
+    space -- object with free and total: bytes of the file system that holds the store; null with
+    --local
 
     and every counter under its own name.
     """,
@@ -50,17 +51,19 @@ MANUAL = {
               help="Only this host's index: nothing is asked of the shared storage.")  # fmt: skip
 def command(settings: Settings, local: bool) -> None:
     """Show figures of a store and of this host's index."""
-    store = common.open_index(settings) if local else None
-    with store or common.open_store(settings) as store:
-        values = {**store.stats(), "classes": store.classes(), "space": _space(store, local)}
+    alone = common.open_index(settings) if local else None
+    with alone or common.open_store(settings) as store:
+        values = {**store.stats(), "classes": store.classes(), "space": _space(store)}
     if settings.as_json:
         output.json_line(values)
     else:
         _print(values)
 
 
-def _space(store: Store, local: bool) -> dict[str, int] | None:
-    if local:
+def _space(store: LocalStore) -> dict[str, int] | None:
+    from kvfs.store import Store
+
+    if not isinstance(store, Store):
         return None
     free, total = store.backend.free_bytes()
     return {"free": free, "total": total}

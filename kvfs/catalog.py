@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvfs.backend import Backend
-from kvfs.config import StoreConfig
 from kvfs.errors import InputError
-from kvfs.frames import ClassEntry, Entry, NamespaceEntry
 from kvfs.index import Index
-from kvfs.index.apply import Applier
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
+
+if TYPE_CHECKING:
+    from kvfs.backend import Backend
+    from kvfs.config import StoreConfig
+    from kvfs.frames import Entry
+    from kvfs.index.apply import Applier
 
 _NAMESPACE_LIMIT = 64 << 20
 DEFAULT_CLASS = "chatbot"
 """TTL class of puts that name none, where the store has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TtlClass:
+class TtlClass(NamedTuple):
     """A TTL class and the time it gives."""
 
     name: str
@@ -47,6 +48,8 @@ class Catalog:
     def seed(self, backend: Backend, config: StoreConfig) -> list[str]:
         """Brings in classes and namespaces as the store's files have them; the journals may know
         more. Returns the namespace files that cannot be read."""
+        from kvfs.frames import ClassEntry, NamespaceEntry
+
         entries: list[Entry] = []
         unreadable = []
         if not self.index.classes():

@@ -2,7 +2,7 @@
 
 Threads: all methods may be called from several threads. Fork: a child may go on using a store it
 inherited; it gets its own index connection and its own writer. Blocking: `check` touches only the
-local index; everything else reads or writes the shared storage.
+local index (kvfs.local); everything else reads or writes the shared storage.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import contextlib
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kvfs import chain
 from kvfs.backend import Backend, PosixBackend
-from kvfs.catalog import Catalog, TtlClass, namespace_path
+from kvfs.catalog import TtlClass, namespace_path
 from kvfs.chain import PrefixHasher
 from kvfs.config import MARKER, StoreConfig, check_alive, check_class, load_config
 from kvfs.errors import BackendError, ConfigError, InputError, KvfsError
@@ -28,38 +27,32 @@ from kvfs.frames import ClassEntry, NamespaceEntry
 from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES
-from kvfs.index.lookup import Found
-from kvfs.index.place import default_root, recall, remember, require_local
+from kvfs.index.place import default_root, remember, require_local
 from kvfs.layout import Identity
+from kvfs.local import LocalStore
 from kvfs.namespace import Namespace
-from kvfs.plan import Extent, Plan
+from kvfs.plan import Plan
 from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.removal import cuts_for, renewals_for
 from kvfs.writer import Writer
 
-_FLUSH_SECONDS = 10.0
 
+class Store(LocalStore):
+    """An open store. Make one with `init` or `open`; it is a context manager.
 
-class Store:
-    """An open store. Make one with `init` or `open`; it is a context manager."""
+    `namespaces`, `namespace`, `classes`, `check` and `stats` are those of LocalStore.
+    """
 
     def __init__(
-        self, path: str, backend: Backend | None, config: StoreConfig | None, index: Index,
+        self, path: str, backend: Backend, config: StoreConfig, index: Index,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        """For `init` and `open`. backend and config are None where only `check` is wanted."""
-        self.path = path
-        self.index = index
-        self.clock = clock
-        self._backend = backend
-        self._config = config
-        self._lock = threading.RLock()
-        self.catalog = Catalog(index)
+        """For `init` and `open`."""
+        super().__init__(path, index, clock)
+        self.backend = backend
+        self.config = config
         self._writer: Writer | None = None
         self._reader: Reader | None = None
-        self._counters: dict[str, int] = {}
-        self._flushed = time.monotonic()
-        self._closed = False
 
     @classmethod
     def init(
@@ -122,49 +115,7 @@ class Store:
             raise
         return store
 
-    @classmethod
-    def open_index(
-        cls, path: str | os.PathLike[str], *, index: str | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> Store | None:  # fmt: skip
-        """Opens only the local index of a store this host has opened before; None if it has not.
-
-        Not one system call goes to the shared storage: `check` works while it hangs. Everything
-        but `check` and what reads the index raises BackendError. Raises ConfigError, IndexFault.
-        """
-        chain.self_test()
-        root = os.path.abspath(os.fspath(path))
-        place = index or default_root()
-        uuid = recall(place, root)
-        if uuid is None or not os.path.exists(os.path.join(place, uuid, "data.mdb")):
-            return None
-        require_local(place)
-        opened = Index(os.path.join(place, uuid), bytes.fromhex(uuid))
-        if opened.discarded is not None:  # nothing in it: only a full open fills it again
-            opened.close()
-            return None
-        return cls(root, None, None, opened, clock)
-
     # what is open
-
-    @property
-    def backend(self) -> Backend:
-        if self._backend is None:
-            raise BackendError(f"{self.path}: only the index of this store was opened")
-        return self._backend
-
-    @property
-    def config(self) -> StoreConfig:
-        if self._config is None:
-            raise BackendError(f"{self.path}: only the index of this store was opened")
-        return self._config
-
-    @property
-    def uuid(self) -> bytes:
-        return self.index.store
-
-    def now_ms(self) -> int:
-        return int(self.clock() * 1000)
 
     def writer(self) -> Writer:
         """This process's writer, made when first needed. Raises NoStoreError, BackendError."""
@@ -180,25 +131,12 @@ class Store:
                 self._reader = Reader(self.backend)
             return self._reader
 
-    def close(self) -> None:
-        """Seals this process's files and leaves the index. May be called twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self._writer is not None:
-                self._writer.close()
-            if self._reader is not None:
-                self._reader.close()
-            with contextlib.suppress(KvfsError):
-                self.flush_counters()
-            self.index.close()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _finish(self) -> None:
+        """Seals this process's files."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._reader is not None:
+            self._reader.close()
 
     # namespaces and classes
 
@@ -217,49 +155,12 @@ class Store:
             self.writer().publish([], [NamespaceEntry(identity.nsid, data)])
         return self.catalog.get(identity, default_class)
 
-    def namespaces(self) -> list[Namespace]:
-        """All namespaces, by name."""
-        return self.catalog.all()
-
-    def namespace(self, name: str | bytes) -> Namespace:
-        """A namespace by name, unique beginning of a name, or 16-byte id. Raises InputError."""
-        return self.catalog.find(name)
-
-    def classes(self) -> dict[str, int]:
-        """TTL class -> seconds."""
-        return self.catalog.classes()
-
     def define_class(self, name: str, seconds: int) -> None:
         """Defines or changes a TTL class, for what is stored or renewed from now on."""
         check_class(name, seconds)
         self.writer().publish([], [ClassEntry(name, seconds)])
 
-    # the three questions, and put
-
-    def check(self, ns: Namespace, tokens: Any) -> Plan:
-        """The longest stored prefix of a prompt. Local index only; raises for bad input alone.
-
-        tokens: as for kvfs.chain.as_u32, or a PrefixHasher of the namespace, which is the faster
-        way for a request that grows.
-        """
-        hasher = ns.as_hasher(tokens, lazy=True)
-        found = self.index.check(ns.number, hasher, self.now_ms())
-        reason = found.reason
-        if reason in ("diverged", "expired"):
-            reason = f"{reason} at block {found.blocks}"
-        self._count(f"check.{found.reason.replace(' ', '_')}")
-        stored = found.blocks * ns.block_tokens
-        return Plan(
-            ns.name, ns.nsid, hasher.n_tokens, ns.block_tokens, stored,
-            min(stored, ns.identity.hit_cap(hasher.n_tokens)), reason, self._extents(found),
-        )  # fmt: skip
-
-    def _extents(self, found: Found) -> tuple[Extent, ...]:
-        out = []
-        for seg, slot, shared, block, expires, _ in found.runs:
-            s = self.index.segment(seg)
-            out.append(Extent(s.path, s.segment, s.geometry, slot, shared, block, expires))
-        return tuple(out)
+    # the other questions, and put
 
     def fetch(
         self, ns: Namespace, plan: Plan, tokens: Any, into: Any = None, *,
@@ -375,38 +276,8 @@ class Store:
             self.writer().publish([], entries, {"removed_blocks": blocks})
         return blocks
 
-    # following, counting
+    # following
 
     def catch_up(self, progress: Progress | None = None) -> Followed:
         """Applies what the journals have and the local index has not."""
         return Follower(self.backend, self.index, self.uuid).catch_up(progress=progress)
-
-    def _count(self, name: str, n: int = 1) -> None:
-        if not n:
-            return
-        counters = self._counters
-        counters[name] = counters.get(name, 0) + n
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            with contextlib.suppress(KvfsError):
-                self.flush_counters()
-
-    def flush_counters(self) -> None:
-        """Adds this handle's counters to those all processes of the host share."""
-        with self._lock:
-            counters, self._counters = self._counters, {}
-            self._flushed = time.monotonic()
-        if counters:
-            self.index.count(counters)
-
-    def stats(self) -> dict[str, Any]:
-        """Figures of the index and the counters of all processes of this host."""
-        self.flush_counters()
-        info = self.index.env().info()
-        segments = self.index.segments()
-        return {
-            "store": self.path, "uuid": self.uuid.hex(),
-            "namespaces": len(self.index.namespaces()),
-            "segments": sum(s.state == 0 for s in segments),
-            "index_bytes": info["used_bytes"], "index_map_bytes": info["map_size"],
-            "index_readers": info["num_readers"], **self.index.counters(),
-        }  # fmt: skip

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import subprocess
 import sys
 
 _DATA, _STAMP, _USERS = "data.mdb", "clean.stamp", "users.lock"
@@ -72,6 +71,8 @@ class Guard:
 
     def _walk(self) -> bool:
         """Reads every page in a child process, which may die of it."""
+        import subprocess
+
         package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         command = [sys.executable, "-m", "kvfs.index.guard", self.path]
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]

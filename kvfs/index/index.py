@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvfs.chain import HASH_BYTES, PrefixHasher
 from kvfs.errors import IndexFault
-from kvfs.frames import Entry, SealEntry
-from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES, Env, acquire, generation, release
 from kvfs.index.guard import Guard
 from kvfs.index.lookup import Found, longest_prefix
@@ -38,6 +35,10 @@ from kvfs.index.schema import (
     scan,
 )
 
+if TYPE_CHECKING:
+    from kvfs.frames import Entry
+    from kvfs.index.apply import Applier
+
 T = TypeVar("T")
 _COUNTER = b"n:"  # prefix in `meta` of the counters that `stats` prints
 
@@ -46,8 +47,7 @@ class OutOfStep(Exception):
     """The index has not applied the journal up to where these entries begin: read it first."""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalState:
+class JournalState(NamedTuple):
     """How far a journal was applied."""
 
     writer_id: bytes
@@ -141,6 +141,8 @@ class Index:
 
     def query(self, work: Callable[[Applier], T]) -> T:
         """Runs work in a read transaction, with Applier's readers at hand; it must copy out."""
+        from kvfs.index.apply import Applier
+
         env = self.env()
         with env.read() as txn:
             return work(Applier(txn))
@@ -166,7 +168,9 @@ class Index:
         """A segment by its number. Raises IndexFault if the index does not know it."""
         segment = self._segments.get(number)
         if segment is None:
-            segment = self.query(lambda a: a.segment(number))
+            with self.env().read() as txn:
+                value = txn.get(SEGMENTS + PREFIX.pack(number))
+                segment = None if value is None else Segment.decode(number, value)
             if segment is None:
                 raise IndexFault(f"{self.path}: run in unknown segment {number}; rebuild the index")
             self._segments[number] = segment
@@ -229,6 +233,8 @@ class Index:
 
     def write(self, work: Callable[[Applier], T]) -> T:
         """Runs work with an Applier in one write transaction. It may run more than once."""
+        from kvfs.index.apply import Applier
+
         env = self.env()
         self._guard.entered()
 
@@ -242,8 +248,19 @@ class Index:
 
     def count(self, deltas: dict[str, int]) -> None:
         """Adds to the counters that every process of this host shares."""
-        if deltas:
-            self.write(lambda a: add_counters(a, deltas))
+        if not deltas:
+            return
+        env = self.env()
+        self._guard.entered()
+
+        # Not through an Applier: `kvctl check` counts, and would load it for this alone.
+        def add(txn: Any) -> None:
+            for name, n in deltas.items():
+                key = META + _COUNTER + name.encode()
+                old = txn.get(key)
+                txn.put(key, U64.pack((0 if old is None else U64.unpack(old)[0]) + n))
+
+        env.write(add)
 
 
 def add_counters(applier: Applier, deltas: dict[str, int]) -> None:
@@ -265,6 +282,8 @@ def apply_journal(
     start: offset of the first. What was applied before is skipped. Raises OutOfStep if the journal
     was applied only up to some place before `start`.
     """  # fmt: skip
+    from kvfs.frames import SealEntry
+
     key = JOURNALS + writer_id + number.to_bytes(4, "big")
     value = applier.txn.get(key)
     at, ended = (FIRST_FRAME, 0) if value is None else JOURNAL.unpack_from(value)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 
 import xxhash
 
@@ -83,7 +82,7 @@ def remember(root: str, store_path: str, uuid: str) -> None:
         return
     pointer = _pointer(root, store_path)
     os.makedirs(os.path.dirname(pointer), 0o700, exist_ok=True)
-    temporary = f"{pointer}.{secrets.token_hex(4)}"
+    temporary = f"{pointer}.{os.urandom(4).hex()}"
     with open(temporary, "w", encoding="ascii") as f:
         f.write(uuid)
     os.replace(temporary, pointer)

@@ -26,8 +26,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.backend kvfs.frames kvfs.record",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
-        "kvfs.catalog kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer kvfs.publisher"
-        " kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
+        "kvfs.catalog kvfs.local kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer"
+        " kvfs.publisher kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
         "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.explain",
         "kvfs.fuse kvfs.fuse_guard kvfs.mount kvfs.mountinfo kvfs.serve kvfs.connectors kvfs.gpu",

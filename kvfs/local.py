@@ -1,0 +1,166 @@
+"""The part of a store that is on this host: its index, and the answers that need nothing else.
+
+`check` lives here, so that a router, and `kvctl check` that is started for each request, load
+nothing of what writes or reads blocks. kvfs.store.Store builds on it.
+
+Threads: all methods may be called from several threads. Fork: a child may go on using it; it gets
+an index connection of its own. No system call goes to the shared storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from kvfs import chain
+from kvfs.catalog import Catalog
+from kvfs.errors import KvfsError
+from kvfs.index import Index
+from kvfs.index.lookup import Found
+from kvfs.index.place import default_root, recall, require_local
+from kvfs.namespace import Namespace
+from kvfs.plan import Extent, Plan
+
+_FLUSH_SECONDS = 10.0
+
+
+class LocalStore:
+    """A store as far as this host's index goes. Get one with `open_index`; a context manager."""
+
+    def __init__(self, path: str, index: Index, clock: Callable[[], float]) -> None:
+        """path: absolute path of the store; clock: seconds since 1970."""
+        self.path = path
+        self.index = index
+        self.clock = clock
+        self.catalog = Catalog(index)
+        self._lock = threading.RLock()
+        self._counters: dict[str, int] = {}
+        self._flushed = time.monotonic()
+        self._closed = False
+
+    @staticmethod
+    def open_index(
+        path: str | os.PathLike[str], *, index: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> LocalStore | None:  # fmt: skip
+        """Opens the local index of a store this host has opened before; None if it has not.
+
+        Not one system call goes to the shared storage: `check` works while it hangs. index,
+        clock: as for Store.open. Raises ConfigError, IndexFault.
+        """
+        chain.self_test()
+        root = os.path.abspath(os.fspath(path))
+        place = index or default_root()
+        uuid = recall(place, root)
+        if uuid is None or not os.path.exists(os.path.join(place, uuid, "data.mdb")):
+            return None
+        require_local(place)
+        opened = Index(os.path.join(place, uuid), bytes.fromhex(uuid))
+        if opened.discarded is not None:  # nothing in it: only a full open fills it again
+            opened.close()
+            return None
+        return LocalStore(root, opened, clock)
+
+    @property
+    def uuid(self) -> bytes:
+        return self.index.store
+
+    def now_ms(self) -> int:
+        return int(self.clock() * 1000)
+
+    def close(self) -> None:
+        """Leaves the index. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._finish()
+            with contextlib.suppress(KvfsError):
+                self.flush_counters()
+            self.index.close()
+
+    def _finish(self) -> None:
+        """What has to be done before the index is left."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # namespaces and classes
+
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces, by name."""
+        return self.catalog.all()
+
+    def namespace(self, name: str | bytes) -> Namespace:
+        """A namespace by name, unique beginning of a name, or 16-byte id. Raises InputError."""
+        return self.catalog.find(name)
+
+    def classes(self) -> dict[str, int]:
+        """TTL class -> seconds."""
+        return self.catalog.classes()
+
+    # the first question
+
+    def check(self, ns: Namespace, tokens: Any) -> Plan:
+        """The longest stored prefix of a prompt. Local index only; raises for bad input alone.
+
+        tokens: as for kvfs.chain.as_u32, or a PrefixHasher of the namespace, which is the faster
+        way for a request that grows.
+        """
+        hasher = ns.as_hasher(tokens, lazy=True)
+        found = self.index.check(ns.number, hasher, self.now_ms())
+        reason = found.reason
+        if reason in ("diverged", "expired"):
+            reason = f"{reason} at block {found.blocks}"
+        self._count(f"check.{found.reason.replace(' ', '_')}")
+        stored = found.blocks * ns.block_tokens
+        return Plan(
+            ns.name, ns.nsid, hasher.n_tokens, ns.block_tokens, stored,
+            min(stored, ns.identity.hit_cap(hasher.n_tokens)), reason, self._extents(found),
+        )  # fmt: skip
+
+    def _extents(self, found: Found) -> tuple[Extent, ...]:
+        out = []
+        for seg, slot, shared, block, expires, _ in found.runs:
+            s = self.index.segment(seg)
+            out.append(Extent(s.path, s.segment, s.geometry, slot, shared, block, expires))
+        return tuple(out)
+
+    # counting
+
+    def _count(self, name: str, n: int = 1) -> None:
+        if not n:
+            return
+        counters = self._counters
+        counters[name] = counters.get(name, 0) + n
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            with contextlib.suppress(KvfsError):
+                self.flush_counters()
+
+    def flush_counters(self) -> None:
+        """Adds this handle's counters to those all processes of the host share."""
+        with self._lock:
+            counters, self._counters = self._counters, {}
+            self._flushed = time.monotonic()
+        if counters:
+            self.index.count(counters)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the index and the counters of all processes of this host."""
+        self.flush_counters()
+        info = self.index.env().info()
+        segments = self.index.segments()
+        return {
+            "store": self.path, "uuid": self.uuid.hex(),
+            "namespaces": len(self.index.namespaces()),
+            "segments": sum(s.state == 0 for s in segments),
+            "index_bytes": info["used_bytes"], "index_map_bytes": info["map_size"],
+            "index_readers": info["num_readers"], **self.index.counters(),
+        }  # fmt: skip
