@@ -143,6 +143,17 @@ class ReadOnly(GuardedOperations):
         self._handles += 1
         return self._handles
 
+    # what a writable mount answers otherwise
+
+    def _absent(self, directory: Directory, name: bytes) -> Any:
+        raise pyfuse3.FUSEError(errno.ENOENT)
+
+    def _stat(self, node: Node) -> Stat:
+        return self.tree.stat(node)
+
+    def _listing(self, directory: Directory) -> Listing:
+        return self.tree.listing(directory)
+
     # names and attributes
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: Any = None) -> Any:
@@ -150,9 +161,7 @@ class ReadOnly(GuardedOperations):
             raise pyfuse3.FUSEError(errno.ENAMETOOLONG)
         directory = self._directory(parent_inode)
         entry = await self._look(directory, name)
-        if entry is None:
-            raise pyfuse3.FUSEError(errno.ENOENT)
-        return self._handed_out(entry)
+        return self._absent(directory, name) if entry is None else self._handed_out(entry)
 
     async def _look(self, directory: Directory, name: bytes) -> Entry | None:
         if name in (b".", b".."):  # an NFS server's way to find a directory again
@@ -170,7 +179,7 @@ class ReadOnly(GuardedOperations):
     async def getattr(self, inode: int, ctx: Any = None) -> Any:
         node = self._node(inode)
         held = self._held.get(inode)
-        found = self.tree.stat(node) if held is None else held[0]
+        found = self._stat(node) if held is None else held[0]
         if found.ino != inode:
             raise pyfuse3.FUSEError(errno.ESTALE)
         return self._attributes(node, found)
@@ -222,7 +231,7 @@ class ReadOnly(GuardedOperations):
 
     async def opendir(self, inode: int, ctx: Any) -> int:
         node = self._directory(inode)
-        self.tree.stat(node)  # ESTALE if it is gone: then its name is looked up again
+        self._stat(node)  # ESTALE if it is gone: then its name is looked up again
         handle = self._handle()
         self._directories[handle] = _OpenDirectory(node)
         return handle
@@ -230,7 +239,7 @@ class ReadOnly(GuardedOperations):
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
         opened = self._directories[fh]
         if start_id == 0:  # the first call, and after rewinddir()
-            opened.listing = await trio.to_thread.run_sync(self.tree.listing, opened.node)
+            opened.listing = await trio.to_thread.run_sync(self._listing, opened.node)
         at = max(0, start_id - _FIRST_COOKIE + 1)
         for name, node in ((b".", opened.node), (b"..", _parent(opened.node)))[at:]:
             attr = self._attributes(node, Stat(directory_ino(node), True, 0, 0, 0))

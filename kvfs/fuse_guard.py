@@ -17,7 +17,7 @@ from typing import Any
 
 import pyfuse3
 
-from kvfs.errors import KvfsError
+from kvfs.errors import InputError, KvfsError
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ def _guarded(
         except OSError as e:
             raise pyfuse3.FUSEError(e.errno or errno.EIO) from None
         except KvfsError as e:
-            log.warning("%s: %s", name, e)
+            level = logging.INFO if isinstance(e, InputError) else logging.WARNING
+            log.log(level, "%s: %s", name, e)
             raise pyfuse3.FUSEError(e.errno) from None
         except Exception:
             log.exception("%s failed; this is a bug of kvfs", name)

@@ -187,8 +187,10 @@ def _serve(options: MountOptions, point: str, ready: Callable[[], None]) -> None
 
 def _operations(options: MountOptions, store: Store) -> Any:
     from kvfs.fuse import Owner, ReadOnly
+    from kvfs.fuse_write import Writable
 
-    return ReadOnly(Tree(store), Owner(options.uid, options.gid, options.umask))
+    kind = Writable if options.writable else ReadOnly
+    return kind(Tree(store), Owner(options.uid, options.gid, options.umask))
 
 
 def _fuse_options(options: MountOptions, store: Store) -> set[str]:

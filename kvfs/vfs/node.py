@@ -149,6 +149,11 @@ def namespace_ino(nsid: bytes) -> int:
     return _number(b"namespace", nsid)
 
 
+def gone_ino(nsid: bytes, head: bytes, name: bytes) -> int:
+    """Of a block that was evicted a moment ago and is about to be removed by name."""
+    return _number(b"gone", nsid, head, name)
+
+
 def text_ino(name: bytes, nsid: bytes, content: bytes) -> int:
     return _number(b"text", name, nsid, content)
 

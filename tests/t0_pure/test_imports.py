@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "kvfs.errors",
-        "kvfs.chain kvfs.layout kvfs.presets",
+        "kvfs.chain kvfs.layout kvfs.presets kvfs.geometry",
         "kvfs.backend kvfs.frames kvfs.record",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         " kvfs.publisher kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
         "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.explain",
-        "kvfs.fuse kvfs.fuse_guard kvfs.mount kvfs.mountinfo kvfs.serve kvfs.connectors kvfs.gpu",
+        "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
     )
 )
@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 OWNERS = {
     "click": {"kvfs.cli"},
     "lmdb": {"kvfs.index"},
-    "pyfuse3": {"kvfs.fuse", "kvfs.fuse_guard", "kvfs.mount"},
+    "pyfuse3": {"kvfs.fuse", "kvfs.fuse_guard", "kvfs.fuse_write", "kvfs.mount"},
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
     "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.serve"},
