@@ -30,7 +30,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         " kvfs.publisher kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
         "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.explain",
-        "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve kvfs.connectors kvfs.gpu",
+        "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve"
+        " kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
     )
 )
