@@ -1,0 +1,333 @@
+"""GC: takes what has expired out of sight and, after a grace, off the disk. Whole segments only.
+
+A pass, under the lease (one collector at a time):
+
+1. files of segments that were dropped longer than the grace ago are removed
+2. mark: segments that may go (kvfs.expiry)
+3. sweep: each is looked at again in the very transaction that drops it, so that what a put renewed
+   in between stays; the DROP entry tells the other hosts. Its file goes in a later pass: a fetch
+   that is under way reads on
+4. segments that no journal tells of go when their own time to live, and a day, is over
+5. empty directories of past days go, and index rows of files that are gone
+
+A crash after any step leaves what the next pass finds and finishes. Nothing is concluded from what
+is not there: an absent mount has no segments, but then the marker is absent as well. A file of a
+version that this code does not read is never touched. A hit renews nothing; put and touch do.
+
+Blocking; one Collector belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfs.config import check_alive
+from kvfs.errors import EXIT_OK, ConfigError, FormatError
+from kvfs.expiry import DAY_MS, Doomed, Expiry, Marked
+from kvfs.frames import DropEntry, Entry
+from kvfs.index.apply import Applier
+from kvfs.index.schema import DROPPED, GONE, Segment
+from kvfs.index.wipe import forget, forget_cuts, mark_gone
+from kvfs.lease import SECONDS, Lease
+from kvfs.record import PAGE
+from kvfs.scan import id_of, names, read_head, segment_paths, segment_version
+from kvfs.segment import VERSION
+from kvfs.store import Store
+
+# More than this share of a store of some size in one pass is more likely a wrong clock.
+MAX_SHARE = 0.5
+MIN_SEGMENTS = 64
+CLOCK_MS = DAY_MS
+_BATCH = 16
+
+OnPhase = Callable[[str], None]
+"""Called with "marked" between mark and sweep, "dropped" behind the sweep: for tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A file that was removed, and why: "dropped", "orphan" or "unfinished"."""
+
+    path: str
+    bytes: int
+    reason: str
+
+
+@dataclass(slots=True)
+class GcResult:
+    """What a pass did, or with dry_run would do."""
+
+    dry_run: bool
+    live: int = 0
+    """Segments in use before the pass."""
+    dropped: list[Doomed] = field(default_factory=list)
+    removed: list[Removed] = field(default_factory=list)
+    spared: list[str] = field(default_factory=list)
+    """Marked, but renewed before they were dropped."""
+    being_written: int = 0
+    """Could go, but a writer may still write them."""
+    in_grace: int = 0
+    """Dropped segments whose files wait for the grace to end."""
+    newer: int = 0
+    """Segments of a version this code does not read yet."""
+    refused: str | None = None
+    """Why nothing was dropped, if a guard stepped in (`force` overrides it)."""
+    problems: list[str] = field(default_factory=list)
+    """What could not be read or removed; it is tried again in the next pass."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of the files that were removed."""
+        return sum(r.bytes for r in self.removed)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes that the next pass frees."""
+        return sum(d.bytes for d in self.dropped)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_OK if self.refused is None else ConfigError.exit_code
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dry_run": self.dry_run, "live": self.live,
+            "dropped": [d.to_json() for d in self.dropped], "dropped_bytes": self.dropped_bytes,
+            "removed": [
+                {"path": r.path, "bytes": r.bytes, "reason": r.reason} for r in self.removed
+            ],
+            "freed_bytes": self.freed_bytes, "spared": self.spared,
+            "being_written": self.being_written, "in_grace": self.in_grace, "newer": self.newer,
+            "refused": self.refused, "problems": self.problems,
+        }  # fmt: skip
+
+
+class Collector:
+    """Collects one store."""
+
+    def __init__(
+        self, store: Store, *, dry_run: bool = False, force: bool = False,
+        max_share: float = MAX_SHARE, min_segments: int = MIN_SEGMENTS,
+        on_phase: OnPhase = lambda phase: None, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        """dry_run: changes nothing; force: overrides the guards; max_share, min_segments: a pass
+        that would drop more than this share is refused, in a store of more segments than that."""
+        self.store = store
+        self.backend = store.backend
+        self.dry_run = dry_run
+        self.force = force
+        self.max_share = max_share
+        self.min_segments = min_segments
+        self.on_phase = on_phase
+        self.sleep = sleep
+        self._lease: Lease | None = None
+        self._result = GcResult(dry_run)
+
+    def run(self, *, wait: bool = False) -> GcResult:
+        """One pass. wait: stays for the grace and removes the files of what it dropped as well.
+
+        Raises BusyError if another collector runs, NoStoreError, BackendError, SpaceError,
+        IndexFault.
+        """
+        self._result = GcResult(self.dry_run)
+        check_alive(self.backend, self.store.uuid)
+        if self.dry_run:
+            self._pass()
+            return self._result
+        with Lease.acquire(self.backend, self.store.now_ms) as self._lease:
+            self._pass()
+            if wait and self._result.in_grace:
+                grace = self.store.config.grace_seconds
+                self._lease.prolong(grace + SECONDS)
+                self.sleep(grace)
+                self._remove_dropped()
+        return self._result
+
+    def _pass(self) -> None:
+        result = self._result
+        followed = self.store.catch_up()
+        result.problems += followed.problems
+        self._remove_dropped()
+        expiry = Expiry(self.store, dry_run=self.dry_run)
+        marked = expiry.mark()
+        result.live, result.being_written = marked.live, marked.being_written
+        result.refused = None if self.force else self._guard(marked, expiry.now_ms)
+        self.on_phase("marked")
+        if result.refused is not None:
+            return
+        self._sweep(expiry, marked)
+        self.on_phase("dropped")
+        # A journal that this code cannot read may tell of them.
+        self._orphans(expiry.now_ms, complete=not followed.problems)
+        if not self.dry_run:
+            self._remove_directories(expiry.now_ms)
+            self._tidy_index(expiry)
+
+    def _guard(self, marked: Marked, now_ms: int) -> str | None:
+        if marked.newest_ms > now_ms + CLOCK_MS:
+            days = (marked.newest_ms - now_ms) / DAY_MS
+            return f"the clock is {days:.1f} days behind the newest entry of the store"
+        if marked.live <= self.min_segments:
+            return None
+        share = len(marked.doomed) / marked.live
+        if share <= self.max_share:
+            return None
+        return (
+            f"{len(marked.doomed)} of {marked.live} segments would go at once, more than "
+            f"{self.max_share:.0%}: is the clock right? --force drops them"
+        )
+
+    def _step(self) -> None:
+        """Before anything is changed: the store is still there and the lease still ours."""
+        check_alive(self.backend, self.store.uuid)
+        if self._lease is not None:
+            self._lease.check()
+
+    # dropped segments: their files
+
+    def _remove_dropped(self) -> None:
+        grace_ms = int(self.store.config.grace_seconds * 1000)
+        dropped = [s for s in self.store.index.segments() if s.state == DROPPED]
+        due = [s for s in dropped if s.dropped_ms + grace_ms <= self.store.now_ms()]
+        self._result.in_grace = len(dropped) - len(due)
+        for at in range(0, len(due), _BATCH):
+            self._step()
+            batch = due[at : at + _BATCH]
+            gone = [s for s in batch if self._remove(s.path, "dropped")]
+            if not self.dry_run:
+                self.store.index.write(lambda a, gone=gone: _note_gone(a, gone))  # type: ignore[misc]
+
+    def _remove(self, path: str, reason: str) -> bool:
+        """Removes a file; one that is gone already is fine. Says whether it is gone now."""
+        try:
+            size = self.backend.size(path)
+            if not self.dry_run:
+                self.store.reader().forget(path)
+                self.backend.unlink(path)
+        except FileNotFoundError:
+            return True
+        except OSError as e:
+            self._result.problems.append(f"{path}: {e.strerror or e}")
+            return False
+        self._result.removed.append(Removed(path, size, reason))
+        return True
+
+    # segments in use
+
+    def _sweep(self, expiry: Expiry, marked: Marked) -> None:
+        for at in range(0, len(marked.doomed), _BATCH):
+            batch = marked.doomed[at : at + _BATCH]
+            if self.dry_run:
+                self._result.dropped += batch
+                continue
+            self._step()
+            self._drop(expiry, batch)
+
+    def _drop(self, expiry: Expiry, batch: list[Doomed]) -> None:
+        now_ms = self.store.now_ms()
+
+        def decide(applier: Applier) -> list[Entry]:
+            waiting = expiry.waited_for(applier)
+            still = [d for d in batch if expiry.still(applier, d, waiting)]
+            return [DropEntry(d.segment, now_ms) for d in still]
+
+        entries = self.store.writer().publish_checked(decide)
+        dropped = {e.segment for e in entries if isinstance(e, DropEntry)}
+        for doomed in batch:
+            if doomed.segment in dropped:
+                self._result.dropped.append(doomed)
+                self._result.in_grace += 1
+            else:
+                self._result.spared.append(doomed.path)
+
+    # segments that no journal tells of
+
+    def _orphans(self, now_ms: int, *, complete: bool) -> None:
+        known = {s.segment: s for s in self.store.index.segments()}
+        for path in segment_paths(self.backend):
+            segment = id_of(path)
+            if segment is None:
+                continue
+            if segment not in known:
+                self._orphan(path, now_ms, complete)
+            elif known[segment].state == GONE and known[segment].path == path:
+                self._remove(path, "dropped")  # an earlier removal did not last
+
+    def _orphan(self, path: str, now_ms: int, complete: bool) -> None:
+        try:
+            head = read_head(self.backend, path, self.store.uuid)
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            self._result.problems.append(f"{path}: {e.strerror or e}")
+            return
+        except FormatError as e:
+            if (segment_version(self.backend, path) or 0) > VERSION:
+                self._result.newer += 1
+            elif complete and self._unfinished(path, now_ms):
+                self._remove(path, "unfinished")
+            else:
+                self._result.problems.append(str(e))
+            return
+        over = head.entry.created_ms + head.entry.ttl_seconds * 1000 + DAY_MS
+        if complete and over <= now_ms:
+            self._remove(path, "orphan")
+
+    def _unfinished(self, path: str, now_ms: int) -> bool:
+        """A file whose writer died before its header was written, some days ago."""
+        try:
+            return self.backend.size(path) < PAGE and _is_past(path.split("/")[2], now_ms)
+        except OSError:
+            return False
+
+    # what is left over
+
+    def _remove_directories(self, now_ms: int) -> None:
+        """Only of days that are over: a writer must not lose the one it just made."""
+        for ttl_class in names(self.backend, "seg"):
+            for day in names(self.backend, f"seg/{ttl_class}"):
+                if not _is_past(day, now_ms):
+                    continue
+                at = f"seg/{ttl_class}/{day}"
+                try:
+                    for ns in names(self.backend, at):
+                        self.backend.remove_empty(f"{at}/{ns}")
+                    self.backend.remove_empty(at)
+                except OSError as e:
+                    self._result.problems.append(f"{at}: {e.strerror or e}")
+
+    def _tidy_index(self, expiry: Expiry) -> None:
+        """Rows of segments that are gone for a day, and cuts of segments that never come in."""
+
+        def tidy(applier: Applier) -> None:
+            for segment in old:
+                forget(applier, segment)
+            forget_cuts(applier, expiry.ended)
+
+        index = self.store.index
+        old = [
+            s
+            for s in index.segments()
+            if s.state == GONE and s.dropped_ms + DAY_MS <= expiry.now_ms
+        ]
+        cuts: bool = index.query(_any_cuts)
+        if old or cuts:
+            index.write(tidy)
+
+
+def _note_gone(applier: Applier, gone: list[Segment]) -> None:
+    for segment in gone:
+        mark_gone(applier, segment)
+
+
+def _any_cuts(applier: Applier) -> bool:
+    return applier.meta_int("cuts") > 0
+
+
+def _is_past(day: str, now_ms: int) -> bool:
+    """A directory's yyyymmdd is before yesterday (UTC)."""
+    yesterday = time.strftime("%Y%m%d", time.gmtime((now_ms - DAY_MS) / 1000))
+    return len(day) == 8 and day.isdecimal() and day < yesterday
