@@ -49,7 +49,7 @@ MAP: dict[str, dict[str, str]] = {
     },
     "Keep in order": {
         "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
-        "rebuild": "Make this host's index anew, from the journals or from the stored blocks",
+        "rebuild": "Make this host's index anew, from journals or stored blocks",
     },
     "Try out": {
         "replay": "Drive a store with a request trace and say what hit",

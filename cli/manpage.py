@@ -37,6 +37,10 @@ ENVIRONMENT = {
         "Set to 1 to keep indexes on a file system that is refused because it may be shared"
         " between hosts or cannot be mapped, such as an overlay whose upper directory is local."
     ),
+    "KVFS_RUNTIME": (
+        "The directory for the sockets of this host's processes. Default: $XDG_RUNTIME_DIR, else"
+        " /run for root and /tmp for others."
+    ),
 }
 
 FILES = {

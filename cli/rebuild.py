@@ -42,7 +42,7 @@ MANUAL = {
               help="What to read; auto: the journals if there are any that can be read.",
               )  # fmt: skip
 def command(settings: Settings, source: str) -> None:
-    """Make this host's index anew, from the journals or from the stored blocks.
+    """Make this host's index anew, from journals or stored blocks.
 
     Nothing of the store is changed. Processes that have the index open go on with the old one
     until the new one is whole.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfs import chain
 from kvfs.chain import PrefixHasher
 from kvfs.layout import Identity
-from kvfs.record import Shape
+
+if TYPE_CHECKING:
+    from kvfs.record import Shape
 
 
 class Namespace:
     """One identity in one store. Immutable; safe to share between threads."""
 
     __slots__ = (
-        "_start", "block_tokens", "default_class", "identity", "name", "nsid", "number", "root",
-        "row_bytes", "shape",
+        "_shape", "_start", "block_tokens", "default_class", "identity", "name", "nsid", "number",
+        "root", "row_bytes",
     )  # fmt: skip
 
     def __init__(self, identity: Identity, number: int, default_class: str) -> None:
@@ -25,11 +27,20 @@ class Namespace:
         self.default_class = default_class
         self.name = identity.name
         self.nsid = identity.nsid
-        self.shape = Shape.of(identity)
+        self._shape: Shape | None = None
         self.row_bytes = identity.row_bytes
         self.block_tokens = identity.block_tokens
         self._start = chain.start(identity)
         self.root = self._start.digest()
+
+    @property
+    def shape(self) -> Shape:
+        """Where the fields of a record lie. Made when it is asked for: `check` never does."""
+        if self._shape is None:
+            from kvfs.record import Shape
+
+            self._shape = Shape.of(self.identity)
+        return self._shape
 
     @property
     def stride(self) -> int:

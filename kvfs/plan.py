@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvfs.errors import InputError
-from kvfs.segment import Geometry
+from kvfs.geometry import Geometry
 
 
 class Extent(NamedTuple):

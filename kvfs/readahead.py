@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from kvfs.backend import Backend, read_into
-from kvfs.segment import Geometry
+from kvfs.geometry import Geometry
 
 # Large enough for the full speed of one buffered reader, small enough for two buffers anywhere.
 READ_BYTES = 8 << 20

@@ -42,10 +42,10 @@ import xxhash
 
 from kvfs.chain import HASH_BYTES, TOKEN_BYTES, PrefixHasher
 from kvfs.errors import InputError
+from kvfs.geometry import PAGE as PAGE
 
 MAGIC = b"KVR1"
 VERSION = 1
-PAGE = 4096
 TRAILER_BYTES = 128
 MAX_SIDE_PARTS = 2
 _HEAD = struct.Struct("<4sHH16s16s16sII3Q16sQII")

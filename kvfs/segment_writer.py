@@ -18,9 +18,10 @@ from kvfs.backend.base import Buffer
 from kvfs.config import StoreConfig
 from kvfs.errors import KvfsError
 from kvfs.frames import Entry, RunEntry, SegmentEntry, encode
+from kvfs.geometry import Geometry
 from kvfs.namespace import Namespace
 from kvfs.record import PAGE, RunBlocks, encode_metas
-from kvfs.segment import Geometry, Header, encode_end, segment_id, segment_path
+from kvfs.segment import Header, encode_end, segment_id, segment_path
 
 # Records are hashed and written a few at a time, so that the write finds them in cache.
 WRITE_BYTES = 4 << 20

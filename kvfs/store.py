@@ -33,6 +33,7 @@ from kvfs.local import LocalStore
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
 from kvfs.put import PutResult, Putter, as_payloads
+from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
 from kvfs.writer import Writer
 
@@ -143,9 +144,11 @@ class Store(LocalStore):
     def create_namespace(self, identity: Identity, *, default_class: str = "chatbot") -> Namespace:
         """Returns the namespace of an identity, made if it is new.
 
-        default_class: TTL class of puts that name none, for this handle. Raises BackendError.
+        default_class: TTL class of puts that name none, for this handle. Raises InputError for a
+        layout that cannot be stored, BackendError.
         """
         self.catalog.ttl(default_class)
+        Shape.of(identity)
         if not self.catalog.known(identity):
             data = json.dumps(identity.to_json())
             try:

@@ -32,6 +32,7 @@ from kvfs.frames import (
     SealEntry,
     SegmentEntry,
 )
+from kvfs.geometry import Geometry
 from kvfs.index.placer import Placer
 from kvfs.index.schema import (
     CLASS,
@@ -59,7 +60,6 @@ from kvfs.index.schema import (
     scan_copies,
     waiting_key,
 )
-from kvfs.segment import Geometry
 
 _WHOLE_SEGMENT = 0xFFFFFFFF
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfs.chain import HASH_BYTES
-from kvfs.segment import Geometry
+from kvfs.geometry import Geometry
 
 FORMAT = b"1"
 META, NS, CLASSES, SEGIDS, SEGMENTS = b"m", b"n", b"t", b"i", b"s"
