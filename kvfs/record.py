@@ -137,6 +137,14 @@ class RunBlocks:
         tokens = hasher.buffer[first * size : end * size]
         return cls(parent, first, hashes[at], hasher.lineages(end)[at], tokens)
 
+    def part(self, first: int, end: int) -> RunBlocks:
+        """The blocks first..end-1 of these, counted from 0."""
+        at = slice(first * HASH_BYTES, end * HASH_BYTES)
+        size = len(self.tokens) // self.count
+        parent = self.hashes[at.start - HASH_BYTES : at.start] if first else self.parent
+        tokens = self.tokens[first * size : end * size]
+        return RunBlocks(parent, self.block + first, self.hashes[at], self.lineages[at], tokens)
+
     @property
     def count(self) -> int:
         return len(self.hashes) // HASH_BYTES
