@@ -52,6 +52,7 @@ MAP: dict[str, dict[str, str]] = {
         "rebuild": "Make this host's index anew, from journals or stored blocks",
     },
     "Try out": {
+        "bench": "Measure check, put, fetch and start-up beside the limits of this machine",
         "replay": "Drive a store with a request trace and say what hit",
         "version": "Say which version of kvfs this is, and which formats it reads",
     },

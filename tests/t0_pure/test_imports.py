@@ -26,10 +26,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.backend kvfs.frames kvfs.record",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
-        "kvfs.catalog kvfs.local kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer"
+        "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal kvfs.segment_writer"
         " kvfs.publisher kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
-        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher",
-        "kvfs.vfs kvfs.sim kvfs.explain",
+        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher kvfs.following",
+        "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
         "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve"
         " kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
@@ -47,9 +47,11 @@ OWNERS = {
 }
 HEAVY = {"click", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio"}
 # The storage is reached through the backend, so that faults can be injected in one place.
-# The index lies on a local disk and takes care of its own files; arena and fetcher use memory.
+# The index lies on a local disk and takes care of its own files; arena and fetcher use memory;
+# benchmarks also measure what the file system does without kvfs.
 STORAGE_USERS = {
-    "kvfs.arena", "kvfs.backend", "kvfs.cli", "kvfs.fetcher", "kvfs.index", "kvfs.testing",
+    "kvfs.arena", "kvfs.backend", "kvfs.bench", "kvfs.cli", "kvfs.fetcher", "kvfs.index",
+    "kvfs.testing",
 }  # fmt: skip
 STORAGE_CALLS = {"pread", "preadv", "pwrite", "pwritev", "fdatasync", "fsync", "posix_fallocate"}
 

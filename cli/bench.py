@@ -1,0 +1,92 @@
+"""`kvctl bench`: what this machine does, beside its limits in the same run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvfs.bench import BENCHES
+from kvfs.cli import common, output
+from kvfs.cli.settings import Settings
+
+if TYPE_CHECKING:
+    from kvfs.bench.timing import Row
+
+MANUAL = {
+    "Figures": """
+    A ratio is to a reference that is measured in turns with the figure, so that it holds on a
+    machine whose speed moves; the table has the reference's own time under "beside". What is
+    above its limit is marked "over".
+
+    check.1m, check.128k -- a prompt of 1,000,000 or 131,072 tokens that is fully stored in 40 or
+    5 runs, from arrays of 32-bit integers that are not in cache; with .int64, .list: from other
+    forms of tokens; with .per_block: as done with a SHA-256 chain and a lookup for every block
+    check.miss -- a prompt whose first block is not stored
+    put.128k.none, put.128k.batch -- 1,022 new blocks of DeepSeek-V4.1-Flash, by durability
+    fetch.128k.warm, fetch.128k.cold -- the same blocks read and verified, from the page cache and
+    without it; with .unverified: without the checksums of the payloads
+    startup.check, startup.help -- whole processes of kvctl check and kvctl --help
+    """,
+    "JSON output": """
+    An object:
+
+    rows -- list of objects: name; seconds (a median), limit_seconds; ratio, ratio_limit;
+    reference (what the ratio is to), reference_seconds; samples; within_limits (true or false);
+    what (in words); figures and limits (objects of further numbers by name, and what they are at
+    most). What does not apply is null.
+    machine -- kvfs, python, cpus, processor, filesystem
+    """,
+}
+
+
+@common.command("""
+    kvctl bench
+    kvctl bench check --blocks 1000000
+    kvctl bench put fetch --store /srv/kvfs --json
+""")
+@click.argument("names", metavar="[check|put|fetch|startup|all]...", nargs=-1,
+                type=click.Choice([*BENCHES, "all"]))  # fmt: skip
+@click.option("--store", "directory", metavar="DIR",
+              help="Measure the file system of this directory, in a store of its own that is "
+                   "removed at the end. Default: the temporary directory.")  # fmt: skip
+@click.option("--index", metavar="DIR",
+              help="Where the index is made, also for the time of the run: a local disk. "
+                   "Default: the temporary directory.")  # fmt: skip
+@click.option("--blocks", type=click.IntRange(1), default=10_000_000, show_default=True,
+              help="Blocks in the index that check is measured on.")  # fmt: skip
+@click.option("--runs", type=click.IntRange(1),
+              help="Samples of each figure. Default: 60 for check (500 for check.miss), 7 for put "
+                   "and fetch, 20 for startup.")  # fmt: skip
+@common.json_option
+@click.make_pass_decorator(Settings, ensure=True)
+def command(
+    settings: Settings, names: tuple[str, ...], directory: str | None, index: str | None,
+    blocks: int, runs: int | None,
+) -> None:  # fmt: skip
+    """Measure check, put, fetch and start-up beside the limits of this machine.
+
+    Works in temporary stores: needs about 2 GB of disk, and 500 MB for the index of check with 10
+    million blocks. Takes about a minute.
+    """
+    from kvfs.bench import report
+    from kvfs.bench.timing import Options
+
+    with output.Progress("bench") as progress:
+        options = Options(blocks, runs, directory, index, progress.show)
+        wanted = BENCHES if not names or "all" in names else names
+        rows = report.measure(wanted, options)
+    if settings.as_json:
+        output.json_line(report.to_json(rows, options))
+    else:
+        _print(rows, report.machine(options))
+
+
+def _print(rows: list[Row], machine: dict[str, object]) -> None:
+    from kvfs.bench import report
+
+    output.table(report.HEADER, [report.cells(row) for row in rows], right=report.RIGHT)
+    output.line()
+    for note in report.notes(rows):
+        output.line(note)
+    output.line(", ".join(f"{key} {value}" for key, value in machine.items()))

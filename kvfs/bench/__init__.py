@@ -1,0 +1,18 @@
+"""`kvctl bench`: what this machine does, each figure beside the limit of the hardware in one run.
+
+A benchmark returns rows (kvfs.bench.timing.Row). A row's ratio is to a reference that is measured
+in turns with it, so that it holds on a machine whose speed moves while it runs; seconds do not
+travel, ratios do.
+
+timing     rows, and measuring cases in turns       place      temporary stores, page cache
+synthetic  an index of millions of blocks           check      `check.*`
+payload    prompts of 1,022 blocks and their bytes  put        `put.*`
+fetch      `fetch.*`                                startup    `startup.*`
+report     tables and JSON
+
+A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCHES.
+"""
+
+from __future__ import annotations
+
+BENCHES = ("check", "put", "fetch", "startup")

@@ -1,0 +1,86 @@
+"""Rows as tables and as JSON, and what machine they hold for."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from kvfs import __version__
+from kvfs.bench import BENCHES
+from kvfs.bench.timing import Options, Row
+from kvfs.index.place import filesystem_type
+
+HEADER = ("figure", "median", "limit", "ratio", "limit", "beside", "")
+RIGHT = "lrrrrrl"
+
+
+def measure(names: Iterable[str], options: Options) -> list[Row]:
+    """Runs benchmarks by name, in their own order. Raises what they raise."""
+    wanted = set(names)
+    rows: list[Row] = []
+    for name in BENCHES:
+        if name in wanted:
+            rows += import_module(f"kvfs.bench.{name}").run(options)
+    return rows
+
+
+def machine(options: Options) -> dict[str, Any]:
+    """What a reader has to know to compare."""
+    import tempfile
+
+    place = options.directory or tempfile.gettempdir()
+    return {
+        "kvfs": __version__, "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)), "processor": _processor(),
+        "filesystem": filesystem_type(place),
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+        for line in f:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def to_json(rows: Iterable[Row], options: Options) -> dict[str, Any]:
+    return {"rows": [row.to_json() for row in rows], "machine": machine(options)}
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A line of the table under HEADER."""
+    return (
+        row.name, duration(row.seconds), duration(row.limit_seconds), _ratio(row.ratio),
+        _ratio(row.ratio_limit), duration(row.reference_seconds), "" if row.within else "over",
+    )  # fmt: skip
+
+
+def notes(rows: Iterable[Row]) -> list[str]:
+    """What the lines of the table stand for, and figures that are not times."""
+    out = []
+    for row in rows:
+        beside = f"; beside: {row.reference}" if row.reference else ""
+        out.append(f"{row.name}: {row.what}{beside}; median of {row.samples}")
+        for name, value in row.figures.items():
+            limit = f", at most {row.limits[name]:,.0f}" if name in row.limits else ""
+            out.append(f"{row.name}: {name.replace('_', ' ')} {value:,.1f}{limit}")
+    return out
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Three digits and a unit."""
+    if seconds is None:
+        return ""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale or unit == "us":
+            value = seconds / scale
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    raise AssertionError
