@@ -30,10 +30,11 @@ MAX_TTL_SECONDS = 100 * 365 * 86400
 class StoreConfig:
     """The content of `kvfs.json`.
 
-    extent: bytes no record crosses: the chunk of the file system where it has one (3FS), else large,
-    since the gap at its end stops the kernel's readahead (cold, 116 MB: 87 ms with 4 MiB, 46 ms
-    without gaps); segment_bytes: size at which a segment is sealed; durability: "none", "batch" or "always"; classes: TTL class -> seconds, as
-    the store began (later definitions are in the journals).
+    extent: bytes no record crosses: the chunk of the file system where it has one (3FS), else
+    large, since the gap at its end stops the kernel's readahead (cold, 116 MB: 87 ms with gaps
+    every 4 MiB, 46 ms without); segment_bytes: size at which a segment is sealed; durability:
+    "none", "batch" or "always"; classes: TTL class -> seconds, as the store began (later
+    definitions are in the journals).
     """
 
     uuid: bytes

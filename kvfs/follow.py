@@ -10,7 +10,7 @@ Blocking; reads the shared storage. Several processes of a host may do it at onc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,10 @@ class Followed:
     journals: int = 0
     problems: list[str] = field(default_factory=list)
     """Journals that could not be read to their end, and why."""
+    missing: list[JournalState] = field(default_factory=list)
+    """Journals that were removed before this index had read them to their end."""
+    progressed: set[str] = field(default_factory=set)
+    """Writers that had something new."""
 
 
 @dataclass(slots=True)
@@ -73,19 +77,26 @@ class Follower:
         self.index = index
         self.store = store
 
-    def catch_up(self, only: str | None = None, progress: Progress | None = None) -> Followed:
+    def catch_up(
+        self, writers: Sequence[str] | None = None, progress: Progress | None = None,
+        most: int = 0,
+    ) -> Followed:  # fmt: skip
         """Applies all that the journals hold now and the index has not.
 
-        only: one writer's name. Raises IndexFault; what is wrong with a journal is reported in the
-        result and does not stop the others.
+        writers: names of those to look at, None: all; most: stop after about so many entries.
+        Raises IndexFault; what is wrong with a journal is reported in the result and does not stop
+        the others.
         """
         result = Followed()
-        steps = self._steps(self.index.journals(), only, result)
+        steps = self._steps(self.index.journals(), writers, result)
         for batch in _batches(steps, BATCH):
             self.index.write(lambda a, batch=batch: _apply(a, batch))  # type: ignore[misc]
             result.entries += len(batch)
+            result.progressed |= {step.writer for step in batch}
             if progress is not None:
                 progress(len(batch))
+            if most and result.entries >= most:
+                break
         return result
 
     def replay(self, applier: Applier, progress: Progress | None = None) -> Followed:
@@ -99,15 +110,16 @@ class Follower:
         return result
 
     def _steps(
-        self, states: dict[tuple[bytes, int], JournalState], only: str | None, result: Followed
-    ) -> Iterator[_Step]:
+        self, states: dict[tuple[bytes, int], JournalState], writers: Sequence[str] | None,
+        result: Followed,
+    ) -> Iterator[_Step]:  # fmt: skip
         """The new entries of all journals, merged by time."""
         last: dict[bytes, JournalState] = {}
         for (writer_id, number), state in states.items():
             if writer_id not in last or number > last[writer_id].number:
                 last[writer_id] = state
         streams = []
-        for writer in self.backend.names("log") if only is None else [only]:
+        for writer in self.backend.names("log") if writers is None else writers:
             known = writer_id_of(writer)
             if known is None:
                 continue
@@ -127,23 +139,41 @@ class Follower:
         while True:
             reader = JournalReader(self.backend, writer, number, self.store)
             try:
-                yield from self._journal(reader, writer, writer_id, number, offset)
+                for step in self._journal(reader, writer, writer_id, offset):
+                    yield step
+                    offset = step.end
+                if not self._goes_on(writer, number + 1, offset):
+                    return
             except FileNotFoundError:
+                if state is not None and not state.ended:  # else it is only not there yet
+                    result.missing.append(state)
                 return
             except (OSError, FormatError) as e:
                 result.problems.append(f"{reader.path}: {e}")
                 return
-            number, offset = number + 1, FIRST_FRAME
+            number, offset, state = number + 1, FIRST_FRAME, None
+
+    def _goes_on(self, writer: str, number: int, offset: int) -> bool:
+        """Says whether there is a next journal, and the one before was read to its end."""
+        following = JournalReader(self.backend, writer, number, self.store)
+        try:
+            following.read(0, 0)
+        except FileNotFoundError:
+            return False
+        # On a shared file system the next file may show before the last bytes of this one do.
+        return following.header is not None and following.header.before <= offset
 
     def _journal(
-        self, reader: JournalReader, writer: str, writer_id: bytes, number: int, offset: int
+        self, reader: JournalReader, writer: str, writer_id: bytes, offset: int
     ) -> Iterator[_Step]:
         limit = _READ
         while True:
             data = reader.read(offset, limit)
             before = offset
             for entry, end in reader.decode(data, offset):
-                yield _Step(writer, writer_id, number, offset, end, entry, reader.created_ms)
+                header = reader.header
+                assert header is not None  # entries were decoded
+                yield _Step(writer, writer_id, header.number, offset, end, entry, header.created_ms)
                 offset = end
             if len(data) < limit:
                 return

@@ -7,20 +7,23 @@ File header, 64 bytes, little-endian; frames (kvfs.frames) follow:
   8       4     version, 1
   12      4     number of this journal among its writer's
   16      12    writer id
-  28      4     zeros
+  28      4     end of the writer's journal before this one, 0 for its first
   32      16    store uuid
   48      8     time made, milliseconds since 1970 UTC
   56      8     xxh3-64 of the 56 bytes before
 
 The seed of its frames is the first 8 bytes of the writer id plus the number. A journal is written
 by one process only, front to back, never reopened; readers take whole, sound frames and stop at the
-first that is not. The caller serialises calls to a JournalWriter.
+first that is not. A reader goes on to the next journal once it has read this one to the end that
+the next one names: a shared file system may show a new file before an old one's last bytes. The
+caller serialises calls to a JournalWriter.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import xxhash
 
@@ -32,7 +35,10 @@ MAGIC = b"KVFSLOG1"
 VERSION = 1
 HEADER_BYTES = 64
 ROLL_BYTES = 64 << 20
-_HEADER = struct.Struct("<8sII12s4x16sQ")
+IDLE_SECONDS = 3600
+"""A writer that published nothing for so long goes on in a new journal, so that a journal that has
+not grown for much longer is known to be over, also when its writer was killed."""
+_HEADER = struct.Struct("<8sII12sI16sQ")
 _SUM = struct.Struct("<Q")
 
 
@@ -44,19 +50,32 @@ def frame_seed(writer_id: bytes, number: int) -> int:
     return int.from_bytes(writer_id[:8], "little") + number
 
 
-def encode_header(writer_id: bytes, number: int, store: bytes, created_ms: int) -> bytes:
-    fixed = _HEADER.pack(MAGIC, VERSION, number, writer_id, store, created_ms)
-    return fixed + _SUM.pack(xxhash.xxh3_64_intdigest(fixed))
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A journal's header."""
+
+    writer_id: bytes
+    number: int
+    before: int
+    """End of the writer's journal before this one; 0 if there is none."""
+    store: bytes
+    created_ms: int
+
+    def encode(self) -> bytes:
+        fixed = _HEADER.pack(
+            MAGIC, VERSION, self.number, self.writer_id, self.before, self.store, self.created_ms
+        )
+        return fixed + _SUM.pack(xxhash.xxh3_64_intdigest(fixed))
 
 
-def decode_header(data: bytes, path: str, store: bytes) -> tuple[bytes, int, int] | None:
-    """Returns (writer id, number, time made in ms), or None if the header is not whole yet.
+def decode_header(data: bytes, path: str, store: bytes) -> Header | None:
+    """Returns the header, or None if it is not whole yet.
 
     Raises FormatError for another version, another store's journal or a damaged header.
     """
     if len(data) < HEADER_BYTES:
         return None
-    magic, version, number, writer_id, uuid, created_ms = _HEADER.unpack_from(data)
+    magic, version, number, writer_id, before, uuid, created_ms = _HEADER.unpack_from(data)
     if magic != MAGIC:
         if not any(data[:HEADER_BYTES]):
             return None  # a file system may show the length before the bytes
@@ -67,24 +86,21 @@ def decode_header(data: bytes, path: str, store: bytes) -> tuple[bytes, int, int
         raise FormatError(f"{path}: damaged journal header (checksum)")
     if uuid != store:
         raise FormatError(f"{path}: a journal of another store ({uuid.hex()})")
-    return writer_id, number, created_ms
+    return Header(writer_id, number, before, uuid, created_ms)
 
 
 class JournalWriter:
     """Appends entries to one journal file. An I/O error leaves `end` at the last good frame."""
 
-    def __init__(
-        self, backend: Backend, writer: str, writer_id: bytes, number: int,
-        store: bytes, created_ms: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, backend: Backend, writer: str, header: Header) -> None:
         """Creates the file. Raises OSError; then nothing is left behind."""
         self.backend = backend
-        self.number = number
-        self.path = journal_path(writer, number)
-        self._seed = frame_seed(writer_id, number)
+        self.number = header.number
+        self.path = journal_path(writer, header.number)
+        self._seed = frame_seed(header.writer_id, header.number)
         self.file: OpenFile = backend.create(self.path)
         try:
-            write_all(backend, self.file, [encode_header(writer_id, number, store, created_ms)], 0)
+            write_all(backend, self.file, [header.encode()], 0)
         except OSError:
             backend.close(self.file)
             backend.unlink(self.path)
@@ -121,9 +137,8 @@ class JournalReader:
         self.backend = backend
         self.path = journal_path(writer, number)
         self.store = store
-        self.created_ms = 0
-        """When the journal was begun; known once it was read."""
-        self._seed: int | None = None
+        self.header: Header | None = None
+        """Known once it was read."""
 
     def read(self, offset: int, limit: int = 16 << 20) -> bytes:
         """Returns up to `limit` bytes from `offset` on (0: the first frame); b"" if none.
@@ -132,14 +147,12 @@ class JournalReader:
         """
         file = self.backend.open(self.path)
         try:
-            if self._seed is None:
+            if self.header is None:
                 head = bytearray(HEADER_BYTES)
                 n = read_into(self.backend, file, [memoryview(head)], 0)
-                known = decode_header(bytes(head[:n]), self.path, self.store)
-                if known is None:
+                self.header = decode_header(bytes(head[:n]), self.path, self.store)
+                if self.header is None:
                     return b""
-                writer_id, number, self.created_ms = known
-                self._seed = frame_seed(writer_id, number)
             data = bytearray(limit)
             n = read_into(self.backend, file, [memoryview(data)], max(offset, HEADER_BYTES))
             return bytes(data[:n])
@@ -148,6 +161,7 @@ class JournalReader:
 
     def decode(self, data: bytes, offset: int) -> Iterator[tuple[Entry | None, int]]:
         """Yields (entry, offset behind it) of what `read(offset)` returned."""
-        if self._seed is None:
+        if self.header is None:
             return iter(())
-        return decode_all(memoryview(data), self._seed, max(offset, HEADER_BYTES))
+        seed = frame_seed(self.header.writer_id, self.header.number)
+        return decode_all(memoryview(data), seed, max(offset, HEADER_BYTES))

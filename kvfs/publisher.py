@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from kvfs.frames import Entry, RunEntry, SealEntry
 from kvfs.index import Index, OutOfStep, apply_journal
 from kvfs.index.apply import Applier
 from kvfs.index.index import add_counters
-from kvfs.journal import ROLL_BYTES, JournalWriter
+from kvfs.journal import IDLE_SECONDS, ROLL_BYTES, Header, JournalWriter
 from kvfs.segment_writer import Written
 
 
@@ -54,6 +55,8 @@ class Publisher:
         self._committing = threading.Lock()
         self._journal: JournalWriter | None = None
         self._next = 0
+        self._before = 0  # end of the journal before
+        self._used = time.monotonic()
 
     def publish(
         self, runs: list[tuple[Written, RunEntry]], others: Iterable[Entry] = (),
@@ -168,7 +171,7 @@ class Publisher:
             except OSError:
                 # Readers stop at the torn frame; what they got of these entries before it is
                 # written whole, and applying it twice changes nothing.
-                self._journal = None
+                self._journal, self._before = None, journal.end
                 with contextlib.suppress(OSError):
                     journal.close()
                 if attempt:
@@ -176,14 +179,14 @@ class Publisher:
         raise AssertionError("unreachable")
 
     def _current_journal(self) -> JournalWriter:
-        if self._journal is not None and self._journal.end > ROLL_BYTES:
+        idle = time.monotonic() - self._used > IDLE_SECONDS
+        if self._journal is not None and (idle or self._journal.end > ROLL_BYTES):
             self._end_journal(last=False)
         if self._journal is None:
-            number, self._next = self._next, self._next + 1
-            self._journal = JournalWriter(
-                self.backend, self.name, self.id, number, self.config.uuid,
-                self.now_ms(),
-            )  # fmt: skip
+            header = Header(self.id, self._next, self._before, self.config.uuid, self.now_ms())
+            self._next += 1
+            self._journal = JournalWriter(self.backend, self.name, header)
+        self._used = time.monotonic()
         return self._journal
 
     def _apply(
@@ -202,7 +205,7 @@ class Publisher:
 
     def _follow_own(self) -> None:
         """Another process of this host read part of our journal, or the index was made anew."""
-        Follower(self.backend, self.index, self.config.uuid).catch_up(self.name)
+        Follower(self.backend, self.index, self.config.uuid).catch_up([self.name])
 
     def _end_journal(self, *, last: bool) -> None:
         journal, self._journal = self._journal, None
@@ -214,6 +217,7 @@ class Publisher:
             if self.config.durability != "none":
                 journal.sync()
             self._apply(journal, start, [(seal[0], ends[0])], {})
+        self._before = journal.end
         with contextlib.suppress(OSError):
             journal.close()
 

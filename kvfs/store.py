@@ -20,10 +20,11 @@ from kvfs.backend import Backend, PosixBackend
 from kvfs.catalog import TtlClass, namespace_path
 from kvfs.chain import PrefixHasher
 from kvfs.config import MARKER, StoreConfig, check_alive, check_class, load_config
-from kvfs.errors import BackendError, ConfigError, InputError, KvfsError
+from kvfs.errors import BackendError, ConfigError, FormatError, InputError, KvfsError
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow import Followed, Follower, Progress
 from kvfs.frames import ClassEntry, NamespaceEntry
+from kvfs.history import adopt
 from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES
@@ -282,5 +283,19 @@ class Store(LocalStore):
     # following
 
     def catch_up(self, progress: Progress | None = None) -> Followed:
-        """Applies what the journals have and the local index has not."""
-        return Follower(self.backend, self.index, self.uuid).catch_up(progress=progress)
+        """Applies what the journals have and the local index has not.
+
+        Begins with the newest checkpoint where the index is new or journals are gone. Raises
+        BackendError, IndexFault.
+        """
+        follower = Follower(self.backend, self.index, self.uuid)
+        try:
+            adopt(self.backend, self.index, self.uuid)
+            followed = follower.catch_up(progress=progress)
+            if followed.missing and adopt(
+                self.backend, self.index, self.uuid, missing=followed.missing
+            ):
+                followed = follower.catch_up(progress=progress)
+        except FormatError as e:
+            raise BackendError(f"{self.path}: {e}") from e
+        return followed

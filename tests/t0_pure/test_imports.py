@@ -26,9 +26,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.backend kvfs.frames kvfs.record",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
-        "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal kvfs.segment_writer"
-        " kvfs.publisher kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
-        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher kvfs.following",
+        "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
+        " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
+        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher"
+        " kvfs.following",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
         "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve"
         " kvfs.connectors kvfs.gpu",
