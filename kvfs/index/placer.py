@@ -112,18 +112,18 @@ class Placer:
         blocks, into forks that only the hashes tell apart."""
         left = SEARCH_LIMIT
         queue = self._last_known()
-        while queue:
+        while queue and left > 0:
             run = queue.pop()
             at = self.entry.block - 1 - run.block
             if 0 <= at < run.count and run.hash(at) == self.entry.parent:
                 return run
             for i in range(min(at, run.count)):
                 if left <= 0:
-                    return self._among_all()
+                    break
                 children = self.a.children(run.ns, run.hash(i), left)
                 left -= 1 + len(children)
                 queue += children
-        return None
+        return None if left > 0 else self._among_all()
 
     def _last_known(self) -> list[Run]:
         heads = self.entry.heads
