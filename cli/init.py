@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from kvfs.cli import common, output
@@ -25,24 +27,25 @@ MANUAL = {
     kvctl init --durability none --class session=12h /mnt/fast/kvfs
 """)
 @common.options
-@click.option("--extent", type=BYTES, default="4M", show_default=True, metavar="SIZE",
-              help="The file system's chunk: no record crosses a multiple of it.")  # fmt: skip
-@click.option("--segment", type=BYTES, default="256M", show_default=True, metavar="SIZE",
-              help="Size at which a segment is sealed.")  # fmt: skip
-@click.option("--durability", type=click.Choice(["none", "batch", "always"]), default="batch",
-              show_default=True,
-              help="When written blocks are made durable: never, once a run, after each write.",
+@click.option("--extent", type=BYTES, metavar="SIZE",
+              help="No record crosses a multiple of it: the chunk of the file system where it has "
+                   "one. Default: 64M.")  # fmt: skip
+@click.option("--segment", "segment_bytes", type=BYTES, metavar="SIZE",
+              help="Size at which a segment is sealed. Default: 256M.")  # fmt: skip
+@click.option("--durability", type=click.Choice(["none", "batch", "always"]),
+              help="none: written blocks become durable when the kernel gets to it; batch: before "
+                   "a put returns, together with others that wait; always: each put by itself. "
+                   "Default: batch.")  # fmt: skip
+@click.option("--grace", "grace_seconds", type=DURATION, metavar="TIME",
+              help="How long a removed segment's file stays: longer than any fetch. Default: 60s.",
               )  # fmt: skip
-@click.option("--grace", type=DURATION, default="60s", show_default=True, metavar="TIME",
-              help="How long a removed segment's file stays: longer than any fetch.")  # fmt: skip
 @click.option("--class", "classes", multiple=True, metavar="NAME=TIME",
               help="A TTL class besides agent (3d) and chatbot (7d), or another time for one of "
                    "them. May be repeated.")  # fmt: skip
 @click.argument("directory", metavar="[DIR]", required=False)
 def command(
-    settings: Settings, extent: int, segment: int, durability: str, grace: int,
-    classes: tuple[str, ...], directory: str | None,
-) -> None:  # fmt: skip
+    settings: Settings, classes: tuple[str, ...], directory: str | None, **chosen: Any
+) -> None:
     """Make a store in an empty directory.
 
     DIR, or --store, is made if it does not exist. Nothing is ever written into a directory that
@@ -53,11 +56,9 @@ def command(
 
     if directory is not None:
         settings.given["store"] = directory
-    chosen = {**DEFAULT_CLASSES, **dict(_class(text) for text in classes)}
-    with Store.init(
-        settings.store, extent=extent, segment_bytes=segment, durability=durability,
-        classes=chosen, grace_seconds=grace, index=settings.index,
-    ) as store:  # fmt: skip
+    given = {name: value for name, value in chosen.items() if value is not None}
+    given["classes"] = {**DEFAULT_CLASSES, **dict(_class(text) for text in classes)}
+    with Store.init(settings.store, index=settings.index, **given) as store:
         made = store.config
         values = {
             "store": store.path, "uuid": store.uuid.hex(), "extent": made.extent,

@@ -34,6 +34,7 @@ MAP: dict[str, dict[str, str]] = {
         "init": "Make a store in an empty directory",
         "ns": "Make and show namespaces, one for each model and KV layout",
         "ttl": "Show and set how long blocks are kept",
+        "doctor": "Look at what kvfs needs of this machine and of a store",
     },
     "Use": {
         "check": "Say how much of a prompt is stored",
@@ -41,17 +42,18 @@ MAP: dict[str, dict[str, str]] = {
         "put": "Store the blocks of a prompt",
     },
     "Look": {
-        "ls": "List the tree of a store, without mounting it",
         "mount": "Show a store as a directory tree",
         "umount": "End a mount and wait until its process has ended",
+        "ls": "List the tree of a store, without mounting it",
         "show": "Show all there is to know about a block, and verify it",
         "stats": "Show figures of a store and of this host's index",
     },
     "Keep in order": {
         "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
+        "gc": "Give back the room of what has expired or was evicted",
         "rebuild": "Make this host's index anew, from journals or stored blocks",
     },
-    "Try out": {
+    "Try out and measure": {
         "bench": "Measure check, put, fetch and start-up beside the limits of this machine",
         "replay": "Drive a store with a request trace and say what hit",
         "version": "Say which version of kvfs this is, and which formats it reads",

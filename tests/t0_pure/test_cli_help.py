@@ -37,7 +37,7 @@ TOP = {p: c for p, (c, _) in COMMANDS.items() if p.count(" ") == 1}
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_lists_every_command(option: str) -> None:
-    result = CliRunner().invoke(root, [option])
+    result = CliRunner().invoke(root, [option], terminal_width=200)
     assert result.exit_code == 0
     shown = dict(re.findall(r"^  (\w+)  +(\S.*)", result.output, re.MULTILINE))
     for path, command in TOP.items():
