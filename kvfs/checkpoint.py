@@ -8,7 +8,8 @@ magic "KVFSCKP1", frames (kvfs.frames) for namespaces, classes, segments, runs a
 with how far each journal was applied, then 40 bytes at the end: magic "KVFSCKE1", u32 version 1,
 u32 zero, u64 offset and u64 length of the JSON, u64 xxh3-64 of the JSON. It is written front to
 back under its final name and believed only when its end is there; one that is not is passed over.
-A run here has its present expiry and no path heads: it is put in place as it stands.
+A run that is visible has its present expiry and no path heads here: it is put in place as it
+stands. One that waits for its parent has its parent's hash for a path head.
 
 Blocking; reads and writes the shared storage. Writing holds one read transaction.
 """
@@ -48,9 +49,11 @@ from kvfs.index.schema import (
     JOURNALS,
     LIVE,
     NS,
+    RUN,
     RUNS,
     SEGMENTS,
     U32,
+    WAITING,
     Run,
     Segment,
     scan,
@@ -181,6 +184,12 @@ def _entries(applier: Applier, now_ms: int) -> Iterator[Entry]:
         if r.class_id != segments[r.seg].class_id and r.class_id in classes:
             name = classes[r.class_id]
             yield RenewEntry(nsids[r.ns], r.head, r.expires_ms, now_ms, name, True)
+    for _, value in scan(txn, WAITING):
+        seg, slot, _, block, written, expires, _, parent = RUN.unpack_from(value)
+        yield RunEntry(
+            nsids[segments[seg].ns], segments[seg].segment, slot, block, written, expires,
+            parent, parent, bytes(value[RUN.size :]),
+        )  # fmt: skip
 
 
 def _marks(applier: Applier) -> Iterator[Mark]:
@@ -240,7 +249,7 @@ def load(backend: Backend, applier: Applier, checkpoint: Checkpoint, store: byte
     wipe(applier, journals=True)
     runs = 0
     for entry in _read_entries(backend, checkpoint, _seed(store, checkpoint.created_ms)):
-        if isinstance(entry, RunEntry):
+        if isinstance(entry, RunEntry) and not entry.heads:
             runs += _place(applier, entry)
         elif entry is not None:
             applier.apply(entry)
