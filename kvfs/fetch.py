@@ -21,8 +21,10 @@ from kvfs.namespace import Namespace
 from kvfs.plan import Extent, Plan
 from kvfs.record import Landing, RunBlocks, matches, sound
 
-# Read so much at a time that the checksum finds it in the second-level cache.
+# Read so much at a time that the checksum finds it in the second-level cache; without checksums
+# so much that the calls do not count.
 PIECE_BYTES = 1 << 20
+UNCHECKED_PIECE_BYTES = 16 << 20
 # Token ids and trailers of so many blocks are compared in one go: 640 KB of them.
 COMPARED_AT_ONCE = 1024
 # The storage is away or slow, not the bytes wrong: a miss now, and the index keeps its rows.
@@ -102,10 +104,11 @@ class Reader:
 
         Returns how many whole records are in their places, and why it went no further.
         """
+        size = PIECE_BYTES if payloads else UNCHECKED_PIECE_BYTES
         for extent in plan.extents:
             if extent.block >= wanted:
                 break
-            for slot, first, count in _pieces(extent, wanted):
+            for slot, first, count in _pieces(extent, wanted, size):
                 buffers = _buffers(at, rests, first, count)
                 whole, failure = self._read(extent, slot, buffers, at.shape.stride)
                 good, damage = sound(at, first, first + whole, payloads=payloads)
@@ -187,11 +190,12 @@ def _buffer(into: Any, size: int) -> memoryview:
     return view[:size]
 
 
-def _pieces(extent: Extent, wanted: int) -> list[tuple[int, int, int]]:
-    """(slot, block number, records) of each contiguous stretch, cut at the wanted block."""
+def _pieces(extent: Extent, wanted: int, size: int) -> list[tuple[int, int, int]]:
+    """(slot, block number, records) of contiguous stretches of at most `size` bytes, cut at the
+    wanted block."""
     out = []
     slot, block = extent.slot, extent.block
-    for _, n in extent.geometry.pieces(slot, min(extent.count, wanted - extent.block), PIECE_BYTES):
+    for _, n in extent.geometry.pieces(slot, min(extent.count, wanted - extent.block), size):
         out.append((slot, block, n))
         slot, block = slot + n, block + n
     return out
