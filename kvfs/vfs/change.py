@@ -114,17 +114,14 @@ class Changes:
 
     def gone_entry(self, directory: Directory, name: bytes) -> Entry | None:
         """What stands for a name that went so; None if it did not."""
-        number = parse_block(name)
-        if number is not None:
-            if not isinstance(directory, Folder) or not self._covers(directory, number):
-                return None
-            ino = gone_ino(directory.ns.nsid, directory.head, name)
-            return Entry(name, BlockFile(directory, number), Stat(ino, False, 0, 0, 0))
+        if isinstance(directory, Folder):
+            number = directory.block if name == TOKENS else parse_block(name)
+            if number is not None and self._covers(directory, number):
+                ino = gone_ino(directory.ns.nsid, directory.head, name)
+                return Entry(name, BlockFile(directory, number), Stat(ino, False, 0, 0, 0))
         named = parse_folder(name)
         folder = None if named is None else self._gone_folder(directory, *named)
-        if folder is None:
-            return None
-        return Entry(name, folder, self.gone_stat(folder))
+        return None if folder is None else Entry(name, folder, self.gone_stat(folder))
 
     def _gone_folder(self, directory: Directory, block: int, part: bytes) -> Folder | None:
         parent = directory if isinstance(directory, Folder) else None
