@@ -1,0 +1,234 @@
+"""Save and restore the KV cache of a transformers model: the simplest way to try kvfs.
+
+    from kvfs import Store
+    from kvfs.connectors.transformers import CacheStore, digest_weights
+
+    with Store.open("/path/of/store") as store:
+        cs = CacheStore(store, model, weights=digest_weights(model), tokenizer="v1")
+        cache, n = cs.load(input_ids)                # the first n tokens, verified
+        model.generate(input_ids, past_key_values=cache)
+        cs.save(input_ids, cache)                    # whole blocks of what the cache holds
+
+What the storage does never raises here: a block that is missing, damaged or somebody else's ends
+the prefix, and the model computes the rest. InputError is for what the caller got wrong.
+
+Threads: a CacheStore may be used from several threads, a cache and its model only as transformers
+allows. Blocking: `save` and `load` read or write the shared storage. docs/transformers.md has more.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+
+from kvfs.chain import TOKEN_BYTES, PrefixHasher, as_u32
+from kvfs.connectors import hf_copy, hf_state
+from kvfs.connectors.hf_identity import digest_tokenizer, digest_weights, identity
+from kvfs.connectors.hf_layout import forward, measure
+from kvfs.errors import InputError, KvfsError
+from kvfs.layout import Partition
+from kvfs.store import Store
+
+__all__ = ["CacheStore", "Prefilled", "digest_tokenizer", "digest_weights"]
+
+log = logging.getLogger(__name__)
+
+# Rows are gathered so many bytes at a time: one buffer, however long the prompt.
+_BATCH_BYTES = 64 << 20
+
+
+class Prefilled(NamedTuple):
+    """What `CacheStore.prefill` returns."""
+
+    cache: Any
+    """A DynamicCache that holds all but the last 1 to block_tokens tokens of the prompt."""
+    hit_tokens: int
+    """Tokens that came from the store."""
+    state: bytes | None
+    """The state at the cache's position, for a later `load`; None if the model needs none."""
+
+
+class CacheStore:
+    """The caches of one model in one store.
+
+    Measures the cache's layout by running one block through the model, and makes the namespace.
+
+        cs.identity   what has to be equal for two processes to share blocks
+        cs.ns         its namespace in the store
+        cs.hybrid     the model has sliding windows: `load` needs a state besides the blocks
+    """
+
+    def __init__(
+        self, store: Store, model: Any, *, weights: str, tokenizer: str, name: str = "",
+        adapter: str = "", salt: str = "", hash: str = "xxh3-128",
+        partition: Partition | None = None, block_tokens: int = 128, ttl_class: str = "chatbot",
+    ) -> None:  # fmt: skip
+        """store: an open store; model: a causal language model in eval mode.
+
+        weights: revision or digest of the weights (`digest_weights`), not a name that may come to
+        mean others; tokenizer: digest of the tokenizer (`digest_tokenizer`); name: for people,
+        default the model's type; adapter: name and revision of a loaded adapter; salt, hash,
+        partition: as in kvfs.layout.Identity; ttl_class: of what is saved.
+        Raises InputError for a model kvfs cannot store, BackendError.
+        """
+        self.store = store
+        self.model = model
+        self.layout = measure(model, block_tokens)
+        self.identity = identity(
+            model, self.layout, weights=weights, tokenizer=tokenizer, name=name, adapter=adapter,
+            salt=salt, hash=hash, partition=partition,
+        )  # fmt: skip
+        self.ns = store.create_namespace(self.identity, default_class=ttl_class)
+
+    @property
+    def hybrid(self) -> bool:
+        return bool(self.layout.state)
+
+    # saving
+
+    def save(self, input_ids: Any, cache: Any) -> int:
+        """Stores the whole blocks of a prompt that a cache holds and the store does not.
+
+        input_ids: the tokens from the first on, [n] or [1, n], unpadded; the cache may hold more or
+        fewer of them. cache: of this model, a DynamicCache(config=model.config).
+        Returns the tokens that are stored now, a multiple of the block. Raises InputError.
+        """
+        data = as_u32(_one_sequence(input_ids))
+        held = hf_copy.held_tokens(self.layout, cache)
+        blocks = min(held, len(data) // TOKEN_BYTES) // self.ns.block_tokens
+        try:
+            return self._save(data, cache, blocks) * self.ns.block_tokens
+        except InputError:
+            raise
+        except KvfsError as e:
+            log.warning("%s: nothing stored: %s", self.ns.name, e)
+            return 0
+
+    def _save(self, data: memoryview, cache: Any, blocks: int) -> int:
+        """Puts batch after batch; returns the stored blocks."""
+        if not blocks:
+            return 0
+        size = self.ns.block_tokens * TOKEN_BYTES
+        head = self.ns.hasher(data[: blocks * size])
+        done = self.store.check(self.ns, head).stored_tokens // self.ns.block_tokens
+        step = max(1, _BATCH_BYTES // self.ns.row_bytes)
+        head = self.ns.hasher(data[: done * size])
+        while True:
+            end = min(done + step, blocks)
+            head.extend(data[done * size : end * size])
+            rows = hf_copy.gather(self.layout, cache, done, end) if done < end else []
+            # With no rows it renews the lease of what is there.
+            result = self.store.put(self.ns, head, rows, first_block=done)
+            if result.error is not None:
+                log.warning("%s: not all stored: %s", self.ns.name, result.error)
+            done = result.stored + result.existing
+            if done < end or end == blocks:
+                return done
+
+    def state(self, input_ids: Any, cache: Any) -> bytes | None:
+        """The state of a hybrid model at the last whole block of the tokens: windows and the like.
+
+        Opaque bytes of a fixed size, good for these tokens and this model only. None if the model
+        has none, if there is no whole block, or if the cache is already beyond that block's end
+        and has dropped tokens of its windows: take it there, or let `prefill` do it.
+        Raises InputError.
+        """
+        if not self.hybrid:
+            return None
+        hasher = self.ns.hasher(_one_sequence(input_ids))
+        held = hf_copy.held_tokens(self.layout, cache)
+        tokens = min(hasher.n_tokens, held) // self.ns.block_tokens * self.ns.block_tokens
+        if not tokens:
+            return None
+        payload = hf_copy.gather_state(self.layout, cache, tokens)
+        return None if payload is None else hf_state.seal(self.ns, hasher, tokens, payload.numpy())
+
+    # loading
+
+    def load(self, input_ids: Any, state: bytes | None = None) -> tuple[Any, int]:
+        """A cache with the first n tokens of a prompt, and n: as many as are stored and whole.
+
+        n is a multiple of the block and less than the prompt, so that there is a token to compute.
+        n = 0 is a miss, with an empty cache that works all the same. A hybrid model cannot go on
+        from its blocks alone: it needs the `state` of a prefix, and n is that state's position or
+        0. Raises InputError for tokens that are none.
+        """
+        hasher = self.ns.hasher(_one_sequence(input_ids))
+        contents: dict[int, dict[str, Any]] = {}
+        blocks, opened = self._wanted(hasher, state)
+        if blocks:
+            blocks, contents = self._fetch(hasher, blocks, whole=opened is not None)
+        tokens = blocks * self.ns.block_tokens
+        if blocks and opened is not None:
+            payload = torch.frombuffer(bytearray(opened.payload), dtype=torch.uint8)
+            for layer, fields in hf_copy.scatter_state(self.layout, payload, tokens).items():
+                contents.setdefault(layer, {}).update(fields)
+        return hf_copy.build(self.model.config, contents, tokens), tokens
+
+    def _wanted(
+        self, hasher: PrefixHasher, state: bytes | None
+    ) -> tuple[int, hf_state.Opened | None]:
+        """Blocks that may be loaded, by the tokens and the state alone."""
+        most = max(0, hasher.n_tokens - 1) // self.ns.block_tokens
+        if not self.hybrid:
+            return most, None
+        if state is None:
+            return 0, None
+        opened = hf_state.unseal(self.ns, hasher, state, self.layout.state_bytes)
+        if isinstance(opened, str):
+            log.info("%s: %s", self.ns.name, opened)
+            return 0, None
+        at = opened.tokens // self.ns.block_tokens
+        return (at, opened) if at <= most else (0, None)
+
+    def _fetch(
+        self, hasher: PrefixHasher, blocks: int, *, whole: bool
+    ) -> tuple[int, dict[int, dict[str, Any]]]:
+        """Fetches up to so many blocks, or none if `whole` and one of them is not there."""
+        try:
+            plan = self.store.check(self.ns, hasher)
+        except InputError:
+            raise
+        except KvfsError as e:
+            log.warning("%s: cannot check: %s", self.ns.name, e)
+            return 0, {}
+        wanted = min(blocks, plan.stored_blocks)
+        if not wanted or (whole and wanted < blocks):
+            log.info("%s: %s", self.ns.name, plan.reason)
+            return 0, {}
+        rows = hf_copy.new_rows(self.layout, wanted)
+        result = self.store.fetch(self.ns, plan, hasher, rows.view(-1).numpy(), blocks=wanted)
+        if result.reason is not None:
+            log.info("%s: %s at block %d", self.ns.name, result.reason, result.blocks)
+        if not result.blocks or (whole and not result.complete):
+            return 0, {}
+        return result.blocks, hf_copy.scatter(self.layout, rows[: result.blocks])
+
+    # both
+
+    def prefill(self, input_ids: Any, state: bytes | None = None) -> Prefilled:
+        """Loads what is stored of a prompt, computes and saves the other whole blocks.
+
+        The cache ends at the last block that leaves a token to compute, which is where a hybrid
+        model's state can be taken; `model.generate(input_ids, past_key_values=cache)` goes on.
+        Runs the model without gradients. Raises InputError.
+        """
+        ids = torch.as_tensor(_one_sequence(input_ids), dtype=torch.long)
+        cache, hit = self.load(ids, state)
+        end = max(0, len(ids) - 1) // self.ns.block_tokens * self.ns.block_tokens
+        if end > hit:
+            forward(self.model, ids[None, hit:end].to(self.model.device), cache)
+        self.save(ids[:end], cache)
+        return Prefilled(cache, hit, self.state(ids[:end], cache))
+
+
+def _one_sequence(input_ids: Any) -> Any:
+    """The tokens as a flat sequence. Raises InputError for a batch of several."""
+    shape = getattr(input_ids, "shape", None)
+    if shape is None or len(shape) != 2:
+        return input_ids
+    if shape[0] != 1:
+        raise InputError(f"one sequence at a time; these are {shape[0]}")
+    return input_ids[0]
