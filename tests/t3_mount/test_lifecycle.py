@@ -1,0 +1,343 @@
+"""From mounting to the end: signals, dead mounts, busy ones, and who may not (H1, H9)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvfs import mountinfo
+from kvfs.testing.mounts import SECONDS, Mounted, until, wait_ended
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def one_line(text: str) -> str:
+    """A message to a person is one line, without a traceback."""
+    assert text.count("\n") == 1 and "Traceback" not in text, text
+    return text
+
+
+def as_nobody(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--", *command],
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+
+
+# the end
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_unmounts(place: Mounted, number: signal.Signals) -> None:
+    place.put(1)
+    process = place.mount_foreground()
+    assert os.listdir(place.point) != []
+    began = time.monotonic()
+    process.send_signal(number)
+    assert process.wait(5) == 0
+    assert time.monotonic() - began < 2
+    assert not place.is_mounted() and os.listdir(place.point) == []
+    assert "unmounted" in place.log()
+
+
+def test_a_signal_unmounts_what_is_in_use(place: Mounted) -> None:
+    place.put(1)
+    process = place.mount_foreground()
+    file = os.open(next(place.space.glob("*/000000.kv")), os.O_RDONLY)
+    os.read(file, 10)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 0
+    assert not place.is_mounted()
+    with pytest.raises(OSError, match="Transport endpoint"):
+        os.close(file)
+
+
+def test_a_dead_mount_is_replaced(place: Mounted) -> None:
+    place.put(1)
+    place.mount()
+    pid = place.pid
+    os.kill(pid, signal.SIGKILL)
+    assert wait_ended(pid, 5)
+    with pytest.raises(OSError, match="Transport endpoint"):
+        os.listdir(place.point)
+    done = place.try_mount()
+    assert done.returncode == 0, done.stderr
+    assert "whose process had died" in one_line(done.stderr)
+    assert len(mountinfo.at(str(place.point))) == 1
+    assert len(list(place.space.glob("*/*.kv"))) == 1 and place.pid != pid
+
+
+def test_a_dead_mount_is_unmounted(place: Mounted) -> None:
+    process = place.mount_foreground()
+    process.kill()
+    process.wait(5)
+    done = place.umount()
+    assert done.returncode == 0, done.stderr
+    assert not place.is_mounted() and os.listdir(place.point) == []
+
+
+def test_a_living_mount_is_left_alone(place: Mounted) -> None:
+    place.mount()
+    pid = place.pid
+    done = place.try_mount()
+    assert done.returncode == 5
+    assert f"is mounted there already (process {pid})" in one_line(done.stderr)
+    assert place.pid == pid
+
+
+def test_umount_waits_for_the_process(place: Mounted) -> None:
+    place.mount()
+    pid = place.pid
+    done = place.umount("--json")
+    assert done.returncode == 0, done.stderr
+    assert wait_ended(pid, 0), "umount returned before its process had ended"
+    assert not place.is_mounted()
+    done = place.umount()
+    assert done.returncode == 7 and "nothing is mounted" in one_line(done.stderr)
+
+
+@needs_root
+def test_the_systems_umount_ends_the_process(place: Mounted) -> None:
+    place.mount()
+    pid = place.pid
+    subprocess.run(["umount", place.point], check=True, timeout=SECONDS)
+    assert wait_ended(pid, 5)
+
+
+def test_a_busy_mount_names_who_is_in_it(place: Mounted) -> None:
+    place.mount()
+    pid = place.pid
+    user = subprocess.Popen(["sleep", "600"], cwd=place.point)
+    try:
+        done = place.umount()
+        assert done.returncode == 5
+        said = one_line(done.stderr)
+        assert f"sleep (process {user.pid}, its working directory)" in said and "--lazy" in said
+        assert place.is_mounted() and place.pid == pid
+        done = place.umount("--lazy")
+        assert done.returncode == 0, done.stderr
+        assert not place.is_mounted() and not wait_ended(pid, 0)
+    finally:
+        user.kill()
+        user.wait()
+    assert wait_ended(pid, 5), "the process outlived the last user of a detached mount"
+
+
+@needs_root
+def test_what_others_mounted_is_left_alone(place: Mounted) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "mine", place.point], check=True)
+    try:
+        for done in (place.try_mount(), place.umount()):
+            assert done.returncode == 7 and "tmpfs" in one_line(done.stderr)
+        assert len(mountinfo.at(str(place.point))) == 1
+    finally:
+        subprocess.run(["umount", place.point], check=True)
+
+
+# the beginning
+
+
+def test_what_cannot_be_mounted_says_so_in_a_line(place: Mounted) -> None:
+    file = place.root / "file"
+    file.touch()
+    for point, code, text in (
+        (file, 7, "not a directory"),
+        (place.root / "absent", 7, "not a directory"),
+    ):
+        done = place.kvctl(*place.arguments()[:-1], str(point))
+        assert done.returncode == code and text in one_line(done.stderr)
+    done = place.kvctl("mount", "--store", str(place.root), str(place.point))
+    assert done.returncode == 8 and "no store here" in one_line(done.stderr)
+    for option, text in (("-onope", "unknown mount option"), ("-ouid=x", "not a number")):
+        done = place.try_mount(option)
+        assert done.returncode == 2 and text in one_line(done.stderr)
+    done = place.try_mount("--log", str(place.root / "absent" / "log"))
+    assert done.returncode == 7 and "cannot log" in one_line(done.stderr)
+    assert not place.is_mounted()
+
+
+def test_without_the_packages(place: Mounted) -> None:
+    for package in ("pyfuse3", "trio"):
+        code = (
+            f"import sys; sys.modules[{package!r}] = None; sys.argv[0] = 'kvctl'\n"
+            "from kvfs.cli.main import main; main()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *place.arguments()],
+            capture_output=True, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == 7 and "kvfs[fuse]" in one_line(done.stderr)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "prepare,text",
+    [
+        ("mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3", "there is no /dev/fuse"),
+        ("mount --bind /dev/null /dev/fuse", "cannot mount"),
+    ],
+)
+def test_without_the_device(place: Mounted, prepare: str, text: str) -> None:
+    """As in a container: everything else works there, `kvctl ls` shows the same."""
+    place.put(1)
+    inside = ["unshare", "-m", "sh", "-c", f'{prepare} && exec "$@"', "sh"]
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace of its own here")
+    done = subprocess.run(
+        [*inside, *place.command(*place.arguments())],
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 7 and text in one_line(done.stderr)
+    done = place.kvctl("ls", "-R", "--store", place.store.path, "--index", str(place.index))
+    listed = done.stdout.split()
+    place.mount()
+    found = [str(p.relative_to(place.point)) for p in place.point.rglob("*")]
+    assert sorted(listed) == sorted(found)
+
+
+# who may see it
+
+
+@needs_root
+def test_others_see_it_only_if_they_may(place: Mounted) -> None:
+    place.put(1)
+    for path in (place.root, *place.root.parents):
+        if path == Path("/tmp"):
+            break
+        path.chmod(0o755)
+    block = "000000.kv"
+    place.mount()
+    assert "Permission denied" in as_nobody("ls", str(place.point)).stderr
+    assert place.umount().returncode == 0
+    place.mount("--allow-other")
+    assert place.ns.name in as_nobody("ls", str(place.point)).stdout
+    file = next(place.space.glob(f"*/{block}"))
+    assert as_nobody("wc", "-c", str(file)).stdout.split()[0] == "300000"
+    assert place.umount().returncode == 0
+    place.mount("-oallow_other,umask=077")
+    assert "Permission denied" in as_nobody("ls", str(place.point)).stderr
+    assert place.umount().returncode == 0
+    place.mount(f"-oallow_other,umask=077,uid={NOBODY},gid={NOBODY}")
+    assert as_nobody("ls", str(place.point)).returncode == 0
+
+
+@needs_root
+def test_allow_other_of_who_may_not_names_the_file(place: Mounted) -> None:
+    for path in (place.root, *place.root.parents):
+        if path == Path("/tmp"):
+            break
+        path.chmod(0o755)
+    if as_nobody(sys.executable, "-c", "import kvfs, pyfuse3").returncode:
+        pytest.skip("this checkout cannot be read by others")
+    if "\nuser_allow_other" in Path("/etc/fuse.conf").read_text():
+        pytest.skip("others are allowed here")
+    done = as_nobody(*place.command(*place.arguments("--allow-other")))
+    assert done.returncode == 7 and "/etc/fuse.conf" in one_line(done.stderr)
+
+
+# the process
+
+
+def test_usr1_writes_the_stacks(place: Mounted) -> None:
+    place.mount()
+    os.kill(place.pid, signal.SIGUSR1)
+    until(lambda: "most recent call first" in place.log())
+    assert os.listdir(place.point)
+
+
+def test_it_wakes_up_often_enough_not_to_freeze(place: Mounted) -> None:
+    """The timer that bounds pyfuse3's blocking reads is on."""
+    place.mount()
+    status = Path(f"/proc/{place.pid}/status")
+
+    def switches() -> int:
+        line = next(x for x in status.read_text().splitlines() if x.startswith("voluntary"))
+        return int(line.split()[1])
+
+    before, began = switches(), time.monotonic()
+    until(lambda: switches() - before >= 12)
+    assert time.monotonic() - began < 5, "12 ticks of 50 ms"
+
+
+def test_the_background_process_holds_no_terminal(place: Mounted) -> None:
+    place.mount()
+    for fd in ("0", "1", "2"):
+        assert os.readlink(f"/proc/{place.pid}/fd/{fd}") == "/dev/null"
+    assert os.readlink(f"/proc/{place.pid}/cwd") == "/"
+    assert os.getsid(place.pid) == place.pid
+
+
+def test_systemd_is_told(place: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
+        s.settimeout(SECONDS)
+        s.bind(f"\0kvfs-test-{os.getpid()}")
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@kvfs-test-{os.getpid()}")
+        process = place.mount_foreground()
+        assert s.recv(100) == b"READY=1"
+        process.terminate()
+        assert s.recv(100) == b"STOPPING=1"
+        assert process.wait(5) == 0
+
+
+def test_names_of_stores_that_mount_options_could_break(tmp_path: Path) -> None:
+    root = tmp_path / "a,b c\\d é"
+    place = Mounted(root)
+    try:
+        place.mount()
+        (found,) = mountinfo.at(str(place.point))
+        assert found.source == f"kvfs:{place.store.path}" and found.fstype == "fuse.kvfs"
+        assert place.umount().returncode == 0
+    finally:
+        place.close()
+
+
+def test_the_table_of_mounts_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_bytes(
+        b"36 35 98:0 /mnt1 /a\\040b\\134\xc3\xa9 rw,noatime master:1 - fuse.kvfs kvfs:/s\\054 rw\n"
+        b"37 35 98:0 / / rw - ext4 /dev/root rw,errors=continue\n"
+    )
+    first, second = mountinfo.mounts(str(table))
+    assert (first.point, first.source, first.ours) == ("/a b\\é", "kvfs:/s,", True)
+    assert (second.point, second.fstype, second.ours) == ("/", "ext4", False)
+
+
+# mount(8)
+
+
+@needs_root
+def test_mount_t_kvfs(place: Mounted) -> None:
+    helper = Path("/sbin/mount.kvfs")
+    if helper.exists() or helper.is_symlink():
+        pytest.skip("/sbin/mount.kvfs is there already")
+    place.put(1)
+    options = f"ro,_netdev,nofail,x-systemd.requires=a,index={place.index},log={place.log_file}"
+    try:
+        helper.write_text(
+            f'#!/bin/sh\nexec {sys.executable} -c "from kvfs.cli.mount_helper import main; main()" "$@"\n'
+        )
+        helper.chmod(0o755)
+        command = ["mount", "-t", "kvfs", place.store.path, str(place.point), "-o", options]
+        kept = {k: v for k, v in os.environ.items() if k.startswith("KVFS")}
+        done = subprocess.run(
+            command, env=kept, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(list(place.space.glob("*/*.kv"))) == 1
+        assert shutil.disk_usage(place.point).total > 0
+        done = subprocess.run(
+            [*command[:-1], "ro,nonsense"], env=kept, capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0 and "nonsense" in done.stderr
+    finally:
+        helper.unlink()
+    subprocess.run(["umount", "-t", "fuse.kvfs", place.point], check=True)
