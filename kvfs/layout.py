@@ -205,7 +205,10 @@ class Identity:
     def fingerprint(self) -> bytes:
         """32 bytes: blake2b of the canonical encoding."""
         if not self._fingerprint:
-            from hashlib import blake2b
+            try:  # hashlib has it from there, and itself loads OpenSSL: 2 ms of a `kvctl check`
+                from _blake2 import blake2b
+            except ImportError:
+                from hashlib import blake2b
 
             digest = blake2b(self.canonical(), digest_size=32, person=_PERSON).digest()
             object.__setattr__(self, "_fingerprint", digest)

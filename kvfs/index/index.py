@@ -34,13 +34,14 @@ from kvfs.index.schema import (
     run_key,
     scan,
 )
+from kvfs.index.tally import Tally
 
 if TYPE_CHECKING:
     from kvfs.frames import Entry
     from kvfs.index.apply import Applier
 
 T = TypeVar("T")
-_COUNTER = b"n:"  # prefix in `meta` of the counters that `stats` prints
+_COUNTER = b"n:"  # prefix in `meta` of counters that change together with rows
 
 
 class OutOfStep(Exception):
@@ -210,11 +211,12 @@ class Index:
             after = runs[-1].key() + b"\0"
 
     def counters(self) -> dict[str, int]:
-        """The counters kept with `count`, and "blocks" and "orphans"."""
-        out = {}
+        """The counters kept with `count` and within transactions, and "blocks" and "orphans"."""
+        out = Tally(self.path).read()
         for name, value in self._scan(META):
             if name.startswith(_COUNTER):
-                out[name[len(_COUNTER) :].decode()] = U64.unpack(value)[0]
+                key = name[len(_COUNTER) :].decode()
+                out[key] = out.get(key, 0) + U64.unpack(value)[0]
             elif name in (b"blocks", b"orphans"):
                 out[name.decode()] = U64.unpack(value)[0]
         return out
@@ -247,20 +249,12 @@ class Index:
         return env.write(run)
 
     def count(self, deltas: dict[str, int]) -> None:
-        """Adds to the counters that every process of this host shares."""
-        if not deltas:
-            return
-        env = self.env()
-        self._guard.entered()
-
-        # Not through an Applier: `kvctl check` counts, and would load it for this alone.
-        def add(txn: Any) -> None:
-            for name, n in deltas.items():
-                key = META + _COUNTER + name.encode()
-                old = txn.get(key)
-                txn.put(key, U64.pack((0 if old is None else U64.unpack(old)[0]) + n))
-
-        env.write(add)
+        """Adds to the counters that every process of this host shares. Raises IndexFault."""
+        if deltas:
+            try:
+                Tally(self.path).add(deltas)
+            except OSError as e:
+                raise IndexFault(f"{self.path}: counters: {e.strerror}") from e
 
 
 def add_counters(applier: Applier, deltas: dict[str, int]) -> None:
