@@ -24,16 +24,13 @@ from kvfs.frames import ClassEntry, Entry, NamespaceEntry
 from kvfs.index.apply import Applier
 from kvfs.index.wipe import wipe
 from kvfs.journal import VERSION as JOURNAL_VERSION
+from kvfs.journal_scan import JournalTail, journal_files, journal_version, read_journal
 from kvfs.layout import Identity
 from kvfs.record import Shape
 from kvfs.salvage import Salvage, Survey
 from kvfs.scan import (
-    JournalTail,
     id_of,
-    journal_files,
-    journal_version,
     names,
-    read_journal,
     segment_paths,
     segment_version,
 )

@@ -1,4 +1,4 @@
-"""Files of a store as they lie: segments by footer or by trailers, journals to their last frame.
+"""Segment files as they lie: by their footer, or by the trailers of their records.
 
 For rebuild, fsck and gc, which must not believe the index. A sealed segment tells its runs in its
 footer; any other is read record by record, and what does not check out there is left out: zeros,
@@ -21,12 +21,11 @@ from kvfs.backend import Backend, OpenFile, read_into
 from kvfs.chain import HASH_BYTES
 from kvfs.errors import FormatError
 from kvfs.frames import Entry, RunEntry, SegmentEntry, decode_all
-from kvfs.journal import VERSION as JOURNAL_VERSION
-from kvfs.journal import JournalReader
 from kvfs.readahead import RecordReader
 from kvfs.record import PAGE, TRAILER_BYTES, Landing, Shape, Trailer, check_payload, parse
 from kvfs.segment import (
     END_BYTES,
+    END_MAGIC,
     FOOTER_LIMIT,
     MAGIC,
     VERSION,
@@ -40,8 +39,6 @@ from kvfs.segment import (
 # Records larger than this are not read whole where only their trailers are wanted.
 _WHOLE_STRIDE = 32 << 10
 _SUFFIX = ".seg"
-_JOURNAL_READ = 4 << 20
-_JOURNAL_LIMIT = 128 << 20  # above the largest frame
 _VERSION_AT = 8
 
 ShapeOf = Callable[[bytes], Shape | None]
@@ -118,18 +115,18 @@ def read_head(backend: Backend, path: str, store: bytes) -> Head:
         page = _read(backend, file, 0, PAGE)
         header, damage = _header(page, path, store)
         wanted = id_of(path) if header is None else header.segment_id
-        footer, at = _footer(backend, file, size, wanted)
+        footer = _footer(backend, file, size, wanted)
     finally:
         backend.close(file)
-    if header is None and footer is None:
+    if header is None and footer.told is None:
         raise FormatError(f"{path}: {damage}, and no sound footer")
     found = [damage] if damage else []
-    if at is not None and footer is None:
+    if footer.damaged:
         found.append("damaged footer (checksum)")
-    told = footer[0] if footer else None
-    entry = _entry_of(header, path) if header is not None else told
+    entry, runs = footer.told or (None, None)
+    entry = entry if header is None else _entry_of(header, path)
     assert entry is not None
-    return Head(path, size, entry, footer[1] if footer else None, at, tuple(found))
+    return Head(path, size, entry, runs, footer.at, tuple(found))
 
 
 def _read(backend: Backend, file: OpenFile, offset: int, length: int) -> bytes:
@@ -198,24 +195,43 @@ def _entry_of(header: Header, path: str) -> SegmentEntry:
     )  # fmt: skip
 
 
-def _footer(
-    backend: Backend, file: OpenFile, size: int, wanted: bytes | None
-) -> tuple[tuple[SegmentEntry, tuple[RunEntry, ...]] | None, int | None]:
-    """The footer's entries if they are sound, and its offset if an end mark names one."""
-    end = decode_end(_read(backend, file, size - END_BYTES, END_BYTES)) if size > PAGE else None
-    if end is None or end.offset + end.length + END_BYTES != size or wanted is None:
-        return None, None
+@dataclass(frozen=True, slots=True)
+class _Footer:
+    """What the end of a segment file tells."""
+
+    told: tuple[SegmentEntry, tuple[RunEntry, ...]] | None = None
+    """Its entries, if they are sound."""
+    at: int | None = None
+    """Its offset, where an end mark names one."""
+    damaged: bool = False
+    """There is one, but it is not sound."""
+
+
+def _footer(backend: Backend, file: OpenFile, size: int, wanted: bytes | None) -> _Footer:
+    tail = _read(backend, file, size - END_BYTES, END_BYTES) if size > PAGE else b""
+    end = decode_end(tail)
+    if end is None or end.offset + end.length + END_BYTES != size:
+        return _Footer(damaged=_was_end_mark(tail, size))
     data = _read(backend, file, end.offset, min(end.length, FOOTER_LIMIT))
-    if xxhash.xxh3_64_intdigest(data) != end.checksum:
-        return None, end.offset
-    seed = int.from_bytes(wanted[:8], "little")
+    if xxhash.xxh3_64_intdigest(data) != end.checksum or wanted is None:
+        return _Footer(None, end.offset, True)
     try:
-        frames = list(decode_all(memoryview(data), seed, 0))
+        frames = list(decode_all(memoryview(data), int.from_bytes(wanted[:8], "little"), 0))
     except FormatError:
-        return None, end.offset
-    if not frames or frames[-1][1] != len(data):
-        return None, end.offset
-    return _told(frames, wanted, end.slots), end.offset
+        return _Footer(None, end.offset, True)
+    whole = bool(frames) and frames[-1][1] == len(data)
+    told = _told(frames, wanted, end.slots) if whole else None
+    return _Footer(told, end.offset, told is None)
+
+
+def _was_end_mark(tail: bytes, size: int) -> bool:
+    """Two of three signs of an end mark are there: damaged, unlike what a killed writer leaves."""
+    if len(tail) != END_BYTES:
+        return False
+    version = int.from_bytes(tail[8:12], "little")
+    offset, length = (int.from_bytes(tail[at : at + 8], "little") for at in (16, 24))
+    signs = (tail[:8] == END_MAGIC, version == VERSION, offset + length + END_BYTES == size)
+    return sum(signs) >= 2
 
 
 def _told(
@@ -225,10 +241,10 @@ def _told(
     if not isinstance(first, SegmentEntry) or first.segment != wanted:
         return None
     runs = tuple(e for e in rest if isinstance(e, RunEntry))
-    for run in runs:
-        if run.segment != wanted or run.nsid != first.nsid or run.slot + run.count > slots:
-            return None
-    return first, runs
+    if any((run.segment, run.nsid) != (wanted, first.nsid) for run in runs):
+        return None
+    used = max((run.slot + run.count for run in runs), default=0)
+    return (first, runs) if used == slots else None
 
 
 # segments: their runs
@@ -360,67 +376,3 @@ class _RunCollector:
             expires, first.parent, b"", hashes,
         )  # fmt: skip
         self.scan.runs.append(run)
-
-
-# journals
-
-
-@dataclass(slots=True)
-class JournalTail:
-    """Where the readable part of a journal ends."""
-
-    path: str
-    end: int = 0
-    """Offset behind the last whole, sound frame."""
-    size: int = 0
-
-    @property
-    def unread(self) -> int:
-        """Bytes behind the last sound frame: torn, damaged, or still being written."""
-        return max(0, self.size - self.end)
-
-
-def journal_files(backend: Backend) -> Iterator[tuple[str, int]]:
-    """Yields (writer's name, number) of every journal file, by writer and number."""
-    for writer in names(backend, "log"):
-        for name in names(backend, f"log/{writer}"):
-            number, dot, suffix = name.partition(".")
-            if dot and suffix == "log" and number.isdecimal():
-                yield writer, int(number)
-
-
-def read_journal(
-    backend: Backend, writer: str, number: int, store: bytes, tail: JournalTail
-) -> Iterator[Entry | None]:
-    """Yields the entries of one journal (None: of an unknown type) and notes its end in `tail`.
-
-    Raises OSError, and FormatError for another version, another store or a damaged header.
-    """
-    reader = JournalReader(backend, writer, number, store)
-    tail.path = reader.path
-    tail.size = backend.size(reader.path)
-    limit = _JOURNAL_READ
-    while True:
-        data = reader.read(tail.end, limit)
-        before = tail.end
-        for entry, end in reader.decode(data, tail.end):
-            tail.end = end
-            yield entry
-        if len(data) < limit or limit > _JOURNAL_LIMIT:
-            return
-        if tail.end == before:  # a frame larger than what was read, or a damaged one
-            limit *= 4
-
-
-def journal_version(backend: Backend, path: str) -> int | None:
-    """The version a journal states if it is not the one this code reads, else None."""
-    with suppress(OSError):
-        file = backend.open(path)
-        try:
-            head = _read(backend, file, 0, 12)
-        finally:
-            backend.close(file)
-        version = int.from_bytes(head[8:12], "little")
-        if head[:8] == b"KVFSLOG1" and version != JOURNAL_VERSION:
-            return version
-    return None

@@ -27,7 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
-        " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.readahead kvfs.scan kvfs.salvage kvfs.lease",
+        " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.lease kvfs.findings"
+        " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
         "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher"
         " kvfs.following",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",

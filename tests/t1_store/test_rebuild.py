@@ -336,7 +336,7 @@ def test_what_is_no_segment_of_this_store(stock: Stock, tmp_path: Path) -> None:
     Path(directory, "host-00000000-zz-000000.seg").write_bytes(b"")
     Path(stock.full("seg"), "a-file").write_text("in the way")
     os.mkdir(os.path.join(directory, f"h-0-{'11' * 12}-000000.seg"))
-    shutil.copy(stock.full(segment.path), os.path.join(directory, "copy-" + segment.path[-32:]))
+    shutil.copy(stock.full(segment.path), os.path.join(directory, "copy-" + segment.path[-35:]))
     with Stock.make(tmp_path / "other").store as other:
         ns = other.create_namespace(small_identity())
         theirs = Stock(other, ns, stock.clock)
