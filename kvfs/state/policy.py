@@ -99,14 +99,16 @@ class Policy:
 class Cost:
     """What a policy costs for a prompt that is computed once, from its beginning, in one chunk.
 
-    slots, slot_bytes: what is kept; retry: the decision for the same prompt again; turn: for one
-    that goes on behind it. fork_lost, fork_replay: tokens computed anew and tokens replayed on
-    average by a prompt that shares some number of its blocks, each number as likely as any.
+    slots, slot_bytes: what is kept; share: of the bytes of the prompt's blocks; retry: the decision
+    for the same prompt again; turn: for one that goes on behind it. fork_lost, fork_replay: tokens
+    computed anew and tokens replayed on average by a prompt that shares some number of its blocks,
+    each number as likely as any.
     """
 
     policy: Policy
     slots: int
     slot_bytes: int
+    share: float
     retry: Decision
     turn: Decision
     fork_lost: float
@@ -115,7 +117,7 @@ class Cost:
     def to_json(self) -> dict[str, Any]:
         return {
             "policy": str(self.policy), "slots": self.slots, "bytes": self.slot_bytes,
-            "retry": self.retry.to_json(), "turn": self.turn.to_json(),
+            "share": self.share, "retry": self.retry.to_json(), "turn": self.turn.to_json(),
             "fork_lost": self.fork_lost, "fork_replay": self.fork_replay,
         }  # fmt: skip
 
@@ -138,8 +140,9 @@ def cost(policy: Policy, identity: Identity, tokens: int) -> Cost:
         lost += shared - fork.hit_tokens
         replayed += fork.replay_tokens
     forks = max(1, stored // ring.block)
+    kept = len(anchors) * ring.layout.slot_bytes
     return Cost(
-        policy, len(anchors), len(anchors) * ring.layout.slot_bytes,
+        policy, len(anchors), kept, kept / (forks * identity.row_bytes),
         decide_length(identity, tokens, stored, anchors),
         decide_length(identity, longer, stored, anchors),
         lost / forks, replayed / forks,
