@@ -16,6 +16,7 @@ SBINDIR ?= /sbin
 LIBDIR = $(PREFIX)/lib/kvfs
 
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .PHONY: help venv demo test test-slow lint format bench man install uninstall clean distclean
 
@@ -27,8 +28,10 @@ $(VENV)/.system: .ci/system-packages
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
+# Byte code is made at once: where PYTHONDONTWRITEBYTECODE is set it would never be.
 $(VENV)/.core: pyproject.toml $(VENV)/.system
 	$(PIP) -e '.[fuse,blake3]'
+	$(PY) -m compileall -q kvfs
 	touch $@
 
 # torch is several hundred megabytes: only the tests of the engines want it.
@@ -62,8 +65,8 @@ format: $(VENV)/.lint ## let ruff format the code and sort the imports
 	$(PY) -m ruff check --select I --fix .
 	$(PY) -m ruff format .
 
-bench: $(VENV)/.core ## the figures the README states, with their limits
-	$(VENV)/bin/kvctl bench
+bench: $(VENV)/.core ## the figures of docs/benchmarks.md, with their limits: BENCH_ARGS='check --json'
+	$(VENV)/bin/kvctl bench $(BENCH_ARGS)
 
 man: $(VENV)/.core ## write man/*.1 from the commands
 	$(PY) -m kvfs.cli.manpage man
