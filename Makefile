@@ -31,7 +31,7 @@ $(VENV)/.system: .ci/system-packages
 # Byte code is made at once: where PYTHONDONTWRITEBYTECODE is set it would never be.
 $(VENV)/.core: pyproject.toml $(VENV)/.system
 	$(PIP) -e '.[fuse,blake3]'
-	$(PY) -m compileall -q kvfs
+	$(PY) -m compileall -q kvfs cli gpu
 	touch $@
 
 # torch is several hundred megabytes: only the tests of the engines want it.
