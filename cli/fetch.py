@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -130,16 +129,15 @@ def _target(path: str | None) -> Iterator[Any]:
 
 
 def _write(file: Any, path: str, data: memoryview) -> None:
-    """Raises OutputFailed."""
+    """Raises OutputFailed; then a part of the data may be there."""
     if path == "-":
         output.data(data)
         return
+    done = 0
     try:
-        file.write(data)
-        file.flush()
+        while done < len(data):
+            done += file.write(data[done:])
     except OSError as e:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
         raise output.OutputFailed(e.errno or errno.EIO, path) from None
 
 

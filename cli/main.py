@@ -51,6 +51,7 @@ MAP: dict[str, dict[str, str]] = {
     "Keep in order": {
         "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
         "gc": "Give back the room of what has expired or was evicted",
+        "fsck": "Read everything, verify it and report",
         "rebuild": "Make this host's index anew, from journals or stored blocks",
     },
     "Try out and measure": {

@@ -106,9 +106,9 @@ def json_line(value: Any) -> None:
 
 
 def opened(path: str, mode: str) -> IO[bytes]:
-    """A file the user named, opened in a binary mode. Raises InputError."""
+    """A file the user named, opened in a binary mode without a buffer. Raises InputError."""
     try:
-        return cast("IO[bytes]", open(path, mode))
+        return cast("IO[bytes]", open(path, mode, buffering=0))
     except OSError as e:
         raise InputError(f"{path}: {e.strerror}") from None
 

@@ -30,7 +30,7 @@ MANUAL = {
     store, uuid -- which store
     namespaces, segments -- how many; segments that are dropped do not count
     blocks -- stored blocks, expired ones included until they are collected
-    orphans -- runs whose beginning is not known
+    orphans -- runs out of sight until the block before them is stored
     index_bytes, index_map_bytes -- bytes of the index in use, and of its map
     index_readers -- readers in the index now
     classes -- TTL class -> seconds

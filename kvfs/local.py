@@ -162,5 +162,6 @@ class LocalStore:
             "namespaces": len(self.index.namespaces()),
             "segments": sum(s.state == 0 for s in segments),
             "index_bytes": info["used_bytes"], "index_map_bytes": info["map_size"],
-            "index_readers": info["num_readers"], **self.index.counters(),
+            "index_readers": info["num_readers"], "blocks": 0, "orphans": 0,
+            **self.index.counters(),
         }  # fmt: skip
