@@ -184,8 +184,8 @@ class Publisher:
             self._end_journal(last=False)
         if self._journal is None:
             header = Header(self.id, self._next, self._before, self.config.uuid, self.now_ms())
-            self._next += 1
             self._journal = JournalWriter(self.backend, self.name, header)
+            self._next += 1  # only now: readers stop at a number that is missing
         self._used = time.monotonic()
         return self._journal
 

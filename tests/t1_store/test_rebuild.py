@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from kvfs.backend import PosixBackend
 from kvfs.errors import FormatError, InputError, NoStoreError
 from kvfs.frames import SegmentEntry
 from kvfs.rebuild import advice, rebuild, shapes
@@ -19,7 +21,10 @@ from kvfs.record import PAGE
 from kvfs.scan import id_of, read_head, scan_segment, segment_paths, version_of
 from kvfs.store import Store
 from kvfs.testing.blocks import small_identity
+from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.stock import START, Stock, flip, overwrite, tokens
+
+A, B = tokens(1, 40), tokens(2, 40)
 
 
 @pytest.fixture
@@ -136,6 +141,22 @@ def test_a_torn_or_damaged_journal_is_told(stock: Stock) -> None:
     assert (stock.stored(tokens(1, 40)), stock.stored(tokens(2, 40))) == (10, 0)
     rebuild(stock.store, source="segments")
     assert (stock.good(tokens(1, 40)), stock.good(tokens(2, 40))) == (10, 10)
+
+
+def test_a_journal_that_could_not_be_begun_is_no_gap(store_dir: Path) -> None:
+    """The first file of a writer's journal failed; all that it publishes later is found."""
+    stock = Stock.make(store_dir)
+    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    failing = stock.another(backend=faulty)
+    faulty.on("writev", "log/*", do=Fail(errno.EIO))
+    assert failing.put(A).stored == 0
+    assert failing.put(B).stored == 10
+    stock.store.catch_up()
+    elsewhere = stock.another(index=str(store_dir.parent / "other-host"))
+    assert (stock.good(B), elsewhere.good(B)) == (10, 10)
+    rebuild(stock.store, source="journals")
+    assert stock.good(B) == 10
+    stock.close()
 
 
 def test_segments_no_journal_tells_of_are_reported(stock: Stock) -> None:
