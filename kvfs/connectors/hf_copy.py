@@ -103,11 +103,12 @@ def build(config: Any, contents: dict[int, dict[str, Any]], tokens: int) -> Any:
     """
     cache = DynamicCache(config=config)
     for number, fields in contents.items():
-        _install(cache.layers[number], fields, tokens)
+        install(cache.layers[number], fields, tokens)
     return cache
 
 
-def _install(layer: Any, fields: dict[str, Any], tokens: int) -> None:
+def install(layer: Any, fields: dict[str, Any], tokens: int) -> None:
+    """Puts tensors (with the batch) into a layer of a cache, as if it had computed them."""
     for field, tensor in fields.items():
         name, _, key = field.partition(".")
         if key:

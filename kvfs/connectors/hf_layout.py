@@ -142,9 +142,15 @@ class CacheLayout:
         """The state for kvfs.layout.Identity: a slot of its size holds `state_bytes`."""
         if not self.state:
             return None
-        window, layers = max(self.windows), len({p.layer for p in self.state})
-        token_bytes = -(-self.state_bytes // (window * layers))
-        return StateLayout(window=window, backtrack=0, layers=layers, token_bytes=token_bytes)
+        window = max(self.windows)
+        widths: dict[int, int] = {}
+        for p in self.state:
+            width = p.length // p.rows if p.field in WINDOW else 0
+            widths[p.layer] = widths.get(p.layer, 0) + width
+        # Layers that differ, or keep more than a window, have no width in common: take the mean.
+        width = max(widths.values()) if len(set(widths.values())) == 1 else 0
+        mean = -(-self.state_bytes // (window * len(widths)))
+        return StateLayout(window, 0, len(widths), max(width, mean))
 
     def describe(self) -> str:
         """Every piece in words, for a digest: two layouts that differ anywhere differ in it."""
