@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import click
 
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
+from kvfs.errors import IndexFault
 
 if TYPE_CHECKING:
     from kvfs.rebuild import Rebuilt
+    from kvfs.store import Store
 
 MANUAL = {
     "Sources": """
@@ -49,13 +52,32 @@ def command(settings: Settings, source: str) -> None:
     """
     from kvfs.rebuild import rebuild
 
-    with common.open_store(settings, catch_up=False) as store:
+    with _open(settings) as store:
         with output.Progress("entries applied") as progress:
             result = rebuild(store, source=source, progress=progress)
         if settings.as_json:
             output.json_line({"store": store.path, **result.to_json()})
         else:
             _print(result)
+
+
+def _open(settings: Settings) -> Store:
+    try:
+        return common.open_store(settings, catch_up=False)
+    except IndexFault:
+        _throw_away(settings)
+    return common.open_store(settings, catch_up=False)
+
+
+def _throw_away(settings: Settings) -> None:
+    """Removes an index that is of another format, or that cannot be opened at all."""
+    from kvfs.backend import PosixBackend
+    from kvfs.config import load_config
+    from kvfs.index.guard import throw_away
+    from kvfs.index.place import default_root
+
+    uuid = load_config(PosixBackend(settings.store)).uuid
+    throw_away(os.path.join(settings.index or default_root(), uuid.hex()))
 
 
 def _print(result: Rebuilt) -> None:

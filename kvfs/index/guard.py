@@ -20,6 +20,8 @@ import fcntl
 import os
 import sys
 
+from kvfs.errors import BusyError
+
 _DATA, _STAMP, _USERS = "data.mdb", "clean.stamp", "users.lock"
 _WALK_SECONDS = 600.0
 
@@ -88,9 +90,7 @@ class Guard:
 
     def _discard(self, why: str) -> None:
         self.discarded = why
-        for name in (_DATA, "lock.mdb", _STAMP):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self.path, name))
+        _remove(self.path)
 
     def _fingerprint(self) -> str:
         s = os.stat(os.path.join(self.path, _DATA))
@@ -135,6 +135,24 @@ class Guard:
                 self._write_stamp()
         finally:
             os.close(self._fd)
+
+
+def throw_away(path: str) -> None:
+    """Removes an index that cannot be opened. Raises BusyError if a process has it open."""
+    fd = os.open(os.path.join(path, _USERS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(path)
+    except BlockingIOError:
+        raise BusyError(f"{path}: a process has this index open; end it first") from None
+    finally:
+        os.close(fd)
+
+
+def _remove(path: str) -> None:
+    for name in (_DATA, "lock.mdb", _STAMP):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, name))
 
 
 def _walk_tree(path: str) -> None:

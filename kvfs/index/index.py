@@ -106,7 +106,7 @@ class Index:
         elif format_ != FORMAT or store != self.store:
             raise IndexFault(
                 f"{self.path}: an index of format {format_!r} for store "
-                f"{(store or b'').hex()}; remove the directory and run `kvctl rebuild`"
+                f"{(store or b'').hex()}; `kvctl rebuild` makes it anew"
             )
 
     def env(self) -> Env:

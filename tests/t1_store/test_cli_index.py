@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -86,6 +87,23 @@ def test_rebuild_from_either_source(cli_store: Path) -> None:
     assert kvctl_json("rebuild", "--from", "segments")["blocks"] == 8
     assert kvctl_json("check", "--tokens", PROMPT) == before
     assert kvctl_json("rebuild")["source"] == "journals"
+
+
+def test_an_index_of_another_format(cli_store: Path, index_dir: Path) -> None:
+    """As an older or a newer kvfs left it: refused everywhere but in rebuild."""
+    import lmdb
+
+    kvctl("put", "--synthetic", "--tokens", PROMPT)
+    path = index_files(index_dir)
+    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
+        txn.put(b"mformat", b"0")
+    for args in (["check", "--tokens", PROMPT], ["stats"]):
+        assert "kvctl rebuild" in kvctl(*args, code=13).stderr
+    with open(path / "users.lock") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert "has this index open" in kvctl("rebuild", code=5).stderr
+    assert kvctl_json("rebuild")["blocks"] == 8
+    kvctl("check", "--tokens", PROMPT)
 
 
 def test_check_needs_no_storage(cli_store: Path) -> None:
