@@ -66,6 +66,8 @@ MAP: dict[str, dict[str, str]] = {
 class Commands(click.Group):
     """A group whose commands are modules, imported when they are called."""
 
+    headings = MAP
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for commands in MAP.values() for name in commands]
 

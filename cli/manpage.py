@@ -88,10 +88,14 @@ def _map_page(
 ) -> str:
     """The page of the program: what there is and where it is described."""
     visible = {name: command for name, command in commands.items() if not command.hidden}
-    table = [
-        _item(f"\\fB{_literal(f'{PROGRAM}-{name}')}\\fR(1)", summary(command))
-        for name, command in visible.items()
-    ]
+    table = []
+    for heading, names in getattr(root, "headings", {"": visible}).items():
+        table += [f".SS {_escaped(heading)}"] if heading else []
+        table += [
+            _item(f"\\fB{_literal(f'{PROGRAM}-{name}')}\\fR(1)", summary(visible[name]))
+            for name in names
+            if name in visible
+        ]
     body = [
         _head(PROGRAM, summary(root)),
         _synopsis(root, context),
