@@ -53,7 +53,8 @@ STORAGE_THREADS = 8
 _BLOCK_BYTES = 128 << 10  # st_blksize: what one buffered read request asks for
 _FIRST_COOKIE = 3  # 1 and 2 mean something to NFS
 
-_REQUESTS, _PID = b"user.kvfs.requests", b"user.kvfs.pid"
+# What the mount says of itself, on its root.
+_OWN = (b"user.kvfs.requests", b"user.kvfs.inodes", b"user.kvfs.pid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +262,8 @@ class ReadOnly(GuardedOperations):
     async def getxattr(self, inode: int, name: bytes, ctx: Any) -> bytes:
         if not name.startswith(xattr.PREFIX):
             raise pyfuse3.FUSEError(errno.ENODATA)
-        if inode == ROOT_INO and name in (_REQUESTS, _PID):
-            return self._own_attribute(name)
+        if inode == ROOT_INO and name in _OWN:
+            return self._own_attribute(name).encode()
         node = self._node(inode)
         if name == xattr.CHECKSUM:
             found = await self._storage(xattr.value, self.tree, node, name)
@@ -272,13 +273,15 @@ class ReadOnly(GuardedOperations):
             raise pyfuse3.FUSEError(errno.ENODATA)
         return found
 
-    def _own_attribute(self, name: bytes) -> bytes:
-        if name == _PID:
-            return b"%d" % os.getpid()
-        return " ".join(f"{op}={n}" for op, n in sorted(self.requests.items())).encode()
+    def _own_attribute(self, name: bytes) -> str:
+        if name == b"user.kvfs.pid":
+            return str(os.getpid())
+        if name == b"user.kvfs.inodes":
+            return str(len(self._inodes))
+        return " ".join(f"{op}={n}" for op, n in sorted(self.requests.items()))
 
     async def listxattr(self, inode: int, ctx: Any) -> list[bytes]:
-        own = [_REQUESTS, _PID] if inode == ROOT_INO else []
+        own = list(_OWN) if inode == ROOT_INO else []
         return xattr.names(self._node(inode)) + own
 
 

@@ -322,9 +322,8 @@ def test_mount_t_kvfs(place: Mounted) -> None:
     place.put(1)
     options = f"ro,_netdev,nofail,x-systemd.requires=a,index={place.index},log={place.log_file}"
     try:
-        helper.write_text(
-            f'#!/bin/sh\nexec {sys.executable} -c "from kvfs.cli.mount_helper import main; main()" "$@"\n'
-        )
+        code = "from kvfs.cli.mount_helper import main; main()"
+        helper.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
         helper.chmod(0o755)
         command = ["mount", "-t", "kvfs", place.store.path, str(place.point), "-o", options]
         kept = {k: v for k, v in os.environ.items() if k.startswith("KVFS")}
