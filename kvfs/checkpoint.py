@@ -248,7 +248,7 @@ def load(backend: Backend, applier: Applier, checkpoint: Checkpoint, store: byte
     """
     wipe(applier, journals=True)
     runs = 0
-    for entry in _read_entries(backend, checkpoint, _seed(store, checkpoint.created_ms)):
+    for entry in read_entries(backend, checkpoint, store):
         if isinstance(entry, RunEntry) and not entry.heads:
             runs += _place(applier, entry)
         elif entry is not None:
@@ -294,7 +294,9 @@ def _place(applier: Applier, e: RunEntry) -> int:
     return 1
 
 
-def _read_entries(backend: Backend, checkpoint: Checkpoint, seed: int) -> Iterator[Entry | None]:
+def read_entries(backend: Backend, checkpoint: Checkpoint, store: bytes) -> Iterator[Entry | None]:
+    """Yields what a checkpoint says. Raises OSError, FormatError if it is damaged."""
+    seed = _seed(store, checkpoint.created_ms)
     file = backend.open(checkpoint.path)
     try:
         at, size = HEADER_BYTES, _CHUNK

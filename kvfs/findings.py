@@ -25,6 +25,7 @@ KINDS = {
     "header": WARNING,  # a segment's header is damaged: only a rebuild reads it
     "footer": WARNING,  # a segment's footer is damaged: only a rebuild reads it
     "journal": WARNING,  # a journal cannot be read, or not to its end
+    "checkpoint": WARNING,  # a checkpoint of the index is damaged: an older one is used
     "untold": WARNING,  # runs are in index or footer that no journal tells of
     "orphan": NOTE,  # a segment that neither index nor journals know
     "unsealed": NOTE,  # a segment whose writer died before it wrote a footer

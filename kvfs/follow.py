@@ -99,10 +99,17 @@ class Follower:
                 break
         return result
 
-    def replay(self, applier: Applier, progress: Progress | None = None) -> Followed:
-        """Applies all journals from their beginning within the caller's transaction."""
+    def replay(
+        self, applier: Applier, progress: Progress | None = None,
+        since: Sequence[JournalState] = (),
+    ) -> Followed:  # fmt: skip
+        """Applies all journals from their beginning within the caller's transaction.
+
+        since: how far some are applied in it already.
+        """
         result = Followed()
-        for batch in _batches(self._steps({}, None, result), BATCH):
+        states = {(s.writer_id, s.number): s for s in since}
+        for batch in _batches(self._steps(states, None, result), BATCH):
             _apply(applier, batch)
             result.entries += len(batch)
             if progress is not None:

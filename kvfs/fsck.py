@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvfs.audit import Audit, SegmentAudit
+from kvfs.checkpoint import read_entries
 from kvfs.config import check_alive
 from kvfs.errors import FormatError
 from kvfs.expiry import QUIET_MS, Expiry
@@ -26,7 +27,7 @@ from kvfs.index.schema import DROPPED, LIVE, Run, Segment
 from kvfs.index.soundness import index_faults
 from kvfs.journal_scan import JournalTail, journal_files, journal_version, read_journal
 from kvfs.namespace import Namespace
-from kvfs.rebuild import rebuild, shapes
+from kvfs.rebuild import base_of, broken_checkpoints, rebuild, shapes
 from kvfs.removal import cuts_for
 from kvfs.scan import (
     ShapeOf,
@@ -52,8 +53,14 @@ class _Told:
     runs: dict[bytes, set[_Place]] = field(default_factory=lambda: defaultdict(set))
     """Segment id -> (slot, blocks) of its runs."""
     segments: set[bytes] = field(default_factory=set)
-    complete: bool = True
-    """All journals were read to their end."""
+    checkpoint: bool = False
+    """Some of it was told by a checkpoint."""
+
+    def note(self, entry: Entry | None) -> None:
+        if isinstance(entry, SegmentEntry):
+            self.segments.add(entry.segment)
+        elif isinstance(entry, RunEntry):
+            self.runs[entry.segment].add((entry.slot, entry.count))
 
 
 def fsck(
@@ -176,33 +183,43 @@ class _Fsck:
             except FileNotFoundError:
                 continue
             except (OSError, FormatError) as e:
-                told.complete = False
                 newer = journal_version(self.backend, tail.path) is not None
                 self._add("newer" if newer else "journal", tail.path, _reason(e, tail.path))
                 continue
             if tail.unread:
-                told.complete = False
                 self._add("journal", tail.path, _tail_text(tail, applied and applied.offset))
             elif applied is None or applied.offset < tail.end:
                 n = tail.end - (applied.offset if applied else 0)
                 self._add("behind", tail.path, f"{n} bytes are not applied yet")
+        self._read_checkpoint(told)
         return told
 
     def _read_journal(self, writer: str, number: int, tail: JournalTail, told: _Told) -> None:
         # Its writer may be in the middle of a frame: what is torn now may be whole a moment later.
         for _ in range(2):
             for entry in read_journal(self.backend, writer, number, self.store.uuid, tail):
-                if isinstance(entry, SegmentEntry):
-                    told.segments.add(entry.segment)
-                elif isinstance(entry, RunEntry):
-                    told.runs[entry.segment].add((entry.slot, entry.count))
+                told.note(entry)
             if not tail.unread:
                 return
+
+    def _read_checkpoint(self, told: _Told) -> None:
+        """What journals told that were removed since, a checkpoint tells."""
+        for path in broken_checkpoints(self.store):
+            self._add("checkpoint", path, "not whole: it is passed over")
+        base = base_of(self.store)
+        if base is None:
+            return
+        told.checkpoint = True
+        try:
+            for entry in read_entries(self.backend, base, self.store.uuid):
+                told.note(entry)
+        except (OSError, FormatError) as e:
+            self._add("checkpoint", base.path, _reason(e, base.path))
 
     def _compare(self, told: _Told) -> None:
         """Runs that index or footers hold and no journal tells of: another host, or a rebuild from
         the journals, would not find them."""
-        if not self.report.journals and self._live:
+        if not self.report.journals and not told.checkpoint and self._live:
             self._add("journal", "log", "no journal is left: other hosts find no block")
             return
         for segment in self._live.values():
@@ -215,7 +232,8 @@ class _Fsck:
                 continue
             footer = self._footers.get(segment.segment, ())
             lost = [r for r in footer if (r.slot, r.count) not in known]
-            if lost:
+            # A checkpoint does not tell of what was trimmed or cut before it was written.
+            if lost and not told.checkpoint:
                 self._add("untold", segment.path, f"{len(lost)} runs of its footer are in no "
                           "journal", blocks=sum(r.count for r in lost))  # fmt: skip
 

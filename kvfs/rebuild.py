@@ -1,7 +1,8 @@
 """REBUILD: this host's index made anew from the journals or, if they are lost, from the segments.
 
 One write transaction: whoever has the index open goes on with the old state until the commit, and
-writers wait. From the journals the index becomes what it was. From the segments it holds every
+writers wait. From the journals (and, where old ones were removed, the checkpoint that covers them)
+the index becomes what it was. From the segments it holds every
 block that is there, also those that were removed, with the expiry each had when it was written:
 removals and renewals are told by journals only. Nothing on the shared storage is changed.
 
@@ -17,13 +18,16 @@ from typing import Any
 
 from kvfs.backend import Backend
 from kvfs.catalog import namespace_path
+from kvfs.checkpoint import DIRECTORY, Checkpoint, all_whole, load, newest
 from kvfs.config import check_alive
-from kvfs.errors import FormatError, InputError
+from kvfs.errors import BackendError, FormatError, InputError
 from kvfs.follow import Follower, Progress
 from kvfs.frames import ClassEntry, Entry, NamespaceEntry
 from kvfs.index.apply import Applier
+from kvfs.index.index import FIRST_FRAME, JournalState
 from kvfs.index.wipe import wipe
 from kvfs.journal import VERSION as JOURNAL_VERSION
+from kvfs.journal import journal_path
 from kvfs.journal_scan import JournalTail, journal_files, journal_version, read_journal
 from kvfs.layout import Identity
 from kvfs.record import Shape
@@ -52,6 +56,8 @@ class Rebuilt:
     segments: int = 0
     runs: int = 0
     blocks: int = 0
+    waiting: int = 0
+    """Runs whose parent block is in no run: out of sight until it is stored."""
     newer: int = 0
     """Journals and segments of a version this code does not read yet: left alone."""
     unmentioned: list[str] = field(default_factory=list)
@@ -74,7 +80,8 @@ def rebuild(store: Store, *, source: str = "auto", progress: Progress | None = N
         raise InputError(f"source is {source!r}; known are {', '.join(SOURCES)}")
     check_alive(store.backend, store.uuid)
     if source == "auto":
-        source = "journals" if _any_journal(store) else "segments"
+        told = _any_journal(store) or base_of(store) is not None
+        source = "journals" if told else "segments"
     work = _Rebuild(store, progress)
     result = work.from_journals() if source == "journals" else work.from_segments()
     _count_rows(store, result)
@@ -115,6 +122,23 @@ def shapes(store: Store) -> dict[bytes, Shape]:
     return out
 
 
+def broken_checkpoints(store: Store) -> list[str]:
+    """Paths of checkpoints that are not whole: cut short, damaged, or still being written."""
+    whole = {c.path for c in all_whole(store.backend, store.uuid)}
+    there = (f"{DIRECTORY}/{name}" for name in names(store.backend, DIRECTORY))
+    return [path for path in there if path not in whole]
+
+
+def base_of(store: Store) -> Checkpoint | None:
+    """The newest checkpoint if journals alone do not tell everything any more, else None."""
+    checkpoint = newest(store.backend, store.uuid)
+    if checkpoint is None:
+        return None
+    there = set(journal_files(store.backend))
+    pruned = any((m.writer, m.number) not in there for m in checkpoint.marks)
+    return checkpoint if pruned else None
+
+
 def _any_journal(store: Store) -> bool:
     for writer, number in journal_files(store.backend):
         tail = JournalTail("")
@@ -128,7 +152,8 @@ def _any_journal(store: Store) -> bool:
 
 def _count_rows(store: Store, result: Rebuilt) -> None:
     result.segments = len(store.index.segments())
-    result.blocks = store.index.counters().get("blocks", 0)
+    counters = store.index.counters()
+    result.blocks, result.waiting = counters.get("blocks", 0), counters.get("orphans", 0)
     result.runs = sum(1 for ns in store.namespaces() for _ in store.index.all_runs(ns.number))
 
 
@@ -156,34 +181,52 @@ class _Rebuild:
 
     def from_journals(self) -> Rebuilt:
         follower = Follower(self.backend, self.store.index, self.store.uuid)
+        start = base_of(self.store)
+        since = [] if start is None else [
+            JournalState(m.writer_id, m.number, m.writer, m.offset, m.ended) for m in start.marks
+        ]  # fmt: skip
 
         def work(applier: Applier) -> Rebuilt:
             self._begin(applier, journals=True)
-            followed = follower.replay(applier, self.progress)
+            if start is not None:
+                load(self.backend, applier, start, self.store.uuid)
+            followed = follower.replay(applier, self.progress, since)
             return Rebuilt("journals", followed.entries, skipped=list(followed.problems))
 
-        result = self.store.index.write(work)
+        try:
+            result = self.store.index.write(work)
+        except (OSError, FormatError) as e:
+            raise BackendError(f"{self.store.path}: {e}") from e
         result.skipped += self._skipped
-        self._look_at_tails(result)
+        result.skipped += (f"{path}: not whole" for path in broken_checkpoints(self.store))
+        self._look_at_journals(result)
         self._look_for_unmentioned(result)
         return result
 
-    def _look_at_tails(self, result: Rebuilt) -> None:
-        """Says which journals were not read to their end: what stands behind is lost here."""
-        for state in self.store.index.journals().values():
-            path = f"log/{state.writer}/{state.number:06d}.log"
+    def _look_at_journals(self, result: Rebuilt) -> None:
+        """Says which journals were not read, or not to their end: what they tell is lost here."""
+        states = {(s.writer, s.number): s for s in self.store.index.journals().values()}
+        for writer, number in journal_files(self.backend):
+            path, state = journal_path(writer, number), states.get((writer, number))
+            if (journal_version(self.backend, path) or 0) > JOURNAL_VERSION:
+                result.newer += 1
+                continue
             try:
-                unread = self.backend.size(path) - state.offset
+                size = self.backend.size(path)
+            except FileNotFoundError:
+                continue
             except OSError as e:
                 result.skipped.append(f"{path}: {e.strerror or e}")
                 continue
-            if unread > 0 and not state.ended:
+            if state is None:
+                # A header alone is a writer's that published nothing.
+                if size > FIRST_FRAME and not any(s.startswith(path) for s in result.skipped):
+                    result.skipped.append(f"{path}: not reached: a journal before it is missing")
+            elif size > state.offset and not state.ended:
                 result.skipped.append(
-                    f"{path}: {unread} bytes from offset {state.offset} on are no whole entry"
+                    f"{path}: {size - state.offset} bytes from offset {state.offset} on are no "
+                    "whole entry"
                 )
-        for writer, number in journal_files(self.backend):
-            version = journal_version(self.backend, f"log/{writer}/{number:06d}.log")
-            result.newer += (version or 0) > JOURNAL_VERSION
 
     def _look_for_unmentioned(self, result: Rebuilt) -> None:
         known = {segment.segment for segment in self.store.index.segments()}

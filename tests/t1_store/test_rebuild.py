@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from kvfs import checkpoint
 from kvfs.backend import PosixBackend
-from kvfs.errors import FormatError, InputError, NoStoreError
+from kvfs.errors import BackendError, FormatError, InputError, NoStoreError
 from kvfs.frames import SegmentEntry
+from kvfs.fsck import fsck
+from kvfs.history import prune
 from kvfs.rebuild import advice, rebuild, shapes
 from kvfs.record import PAGE
 from kvfs.scan import id_of, read_head, scan_segment, segment_paths, version_of
@@ -141,6 +144,39 @@ def test_a_torn_or_damaged_journal_is_told(stock: Stock) -> None:
     assert (stock.stored(tokens(1, 40)), stock.stored(tokens(2, 40))) == (10, 0)
     rebuild(stock.store, source="segments")
     assert (stock.good(tokens(1, 40)), stock.good(tokens(2, 40))) == (10, 10)
+
+
+def test_removed_journals_are_made_up_for_by_a_checkpoint(stock: Stock) -> None:
+    """Also what was removed and renewed before it, and all that came after it."""
+    fill(stock)
+    stock.store.remove(stock.ns, stock.prompts[2], from_block=1)
+    stock.store.touch(stock.ns, stock.prompts[3], ttl_class="agent")
+    stock = stock.again()
+    made = checkpoint.write(stock.store.backend, stock.store.index, "w", stock.store.now_ms())
+    fill(stock, 2)
+    stock.clock.now += 10
+    pruned = prune(stock.store.backend, stock.store.uuid, stock.store.now_ms(), 1000, 10**9)
+    assert pruned and rebuild(stock.store).source == "journals"
+    stock.store.remove(stock.ns, stock.prompts[0], from_block=1)
+    runs, lookups = stock.runs(), stock.lookups()
+    report = fsck(stock.store)
+    assert dict(report.counts) == {}
+    for lose in (False, True):
+        stock = lose_index(stock) if lose else stock
+        result = rebuild(stock.store)
+        assert (result.source, result.skipped) == ("journals", [])
+        assert (stock.runs(), stock.lookups()) == (runs, lookups)
+    flip(stock.full(made.path), 1000)
+    assert dict(fsck(stock.store).counts)["checkpoint"] == 1
+    with pytest.raises(BackendError, match="damaged"):
+        rebuild(stock.store)
+    assert stock.runs() == runs
+    flip(stock.full(made.path), 20)
+    result = rebuild(stock.store)
+    assert stock.lookups() != lookups and result.unmentioned and result.waiting
+    assert result.skipped == [f"{made.path}: not whole"]
+    rebuild(stock.store, source="segments")
+    assert all(a >= b for a, b in zip(stock.lookups(), lookups, strict=True))
 
 
 def test_a_journal_that_could_not_be_begun_is_no_gap(store_dir: Path) -> None:
