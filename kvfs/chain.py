@@ -322,8 +322,9 @@ class PrefixHasher:
         self._owned = grown
         self._hold(memoryview(grown))
 
-    def hashes(self, n_blocks: int | None = None) -> bytes:
-        """Returns the chain hashes of the first n_blocks blocks (default: all whole ones).
+    def hashes(self, n_blocks: int | None = None, *, first: int = 0) -> bytes:
+        """Returns the chain hashes of the first n_blocks blocks (default: all whole ones), or of
+        those from block `first` on.
 
         16 bytes each, in order. Raises InputError if the prompt has fewer blocks.
         """
@@ -335,7 +336,7 @@ class PrefixHasher:
         for at in range(len(known) // HASH_BYTES * size, n * size, size):
             update(buffer[at : at + size])
             known += digest()
-        return bytes(known[: n * HASH_BYTES])
+        return bytes(known[first * HASH_BYTES : n * HASH_BYTES])
 
     def digest(self, n_blocks: int) -> bytes:
         """Returns the 16-byte chain hash of the first n_blocks blocks; 0 gives the root's."""
@@ -345,10 +346,11 @@ class PrefixHasher:
             self.hashes(n_blocks)
         return bytes(self.known[(n_blocks - 1) * HASH_BYTES : n_blocks * HASH_BYTES])
 
-    def lineages(self, n_blocks: int) -> bytes:
+    def lineages(self, n_blocks: int, *, first: int = 0) -> bytes:
         """Returns the blake2b-128 digests of root and tokens up to the end of each block.
 
-        16 bytes a block, for the first n_blocks. Only put and fetch need them, check does not.
+        16 bytes a block, for the blocks first..n_blocks-1. Only put and fetch need them, check does
+        not.
         """
         if self._lineage is None:
             from hashlib import blake2b
@@ -359,7 +361,7 @@ class PrefixHasher:
         for at in range(len(out) // HASH_BYTES * size, n_blocks * size, size):
             update(buffer[at : at + size])
             out += digest()
-        return bytes(out[: n_blocks * HASH_BYTES])
+        return bytes(out[first * HASH_BYTES : n_blocks * HASH_BYTES])
 
 
 _SELF_TEST = "54bfad3ecef685a10f3b8d192b389272"

@@ -131,11 +131,11 @@ class RunBlocks:
     @classmethod
     def of(cls, hasher: PrefixHasher, first: int, end: int) -> RunBlocks:
         """The blocks first..end-1 of a prompt."""
-        hashes, size = hasher.hashes(end), hasher.block_bytes
-        parent = hasher.digest(first)
-        at = slice(first * HASH_BYTES, end * HASH_BYTES)
+        size = hasher.block_bytes
+        hashes = hasher.hashes(end, first=first)
+        lineages = hasher.lineages(end, first=first)
         tokens = hasher.buffer[first * size : end * size]
-        return cls(parent, first, hashes[at], hasher.lineages(end)[at], tokens)
+        return cls(hasher.digest(first), first, hashes, lineages, tokens)
 
     def part(self, first: int, end: int) -> RunBlocks:
         """The blocks first..end-1 of these, counted from 0."""
