@@ -1,19 +1,16 @@
-"""One fetcher for each host, user and store: finding it, starting it, being it.
+"""Finding the fetcher of a store on this host, and starting one.
 
-The socket and the lock lie in $XDG_RUNTIME_DIR/kvfs or /run/kvfs (root) or /tmp/kvfs-<uid>, a
-directory that only its user may enter. The kernel frees the lock when a fetcher dies, however it
-dies; the next one takes over the socket's name.
+The socket and the lock of a shared fetcher lie in $KVFS_RUNTIME/kvfs or $XDG_RUNTIME_DIR/kvfs, else
+in /run/kvfs (root) or /tmp/kvfs-<uid>: a directory that only its user may enter. What a fetcher in
+the background has to say goes to a log beside them.
 
-`python -m kvfs.fetcher.launch STORE` runs one in the foreground.
+Blocking: starting one takes a second and more for a large arena. Nothing here loads trio.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import logging
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -21,18 +18,13 @@ import sys
 import time
 from dataclasses import dataclass
 
-from kvfs.arena import Arena, Ranges
-from kvfs.backend import Backend, PosixBackend
-from kvfs.config import load_config
-from kvfs.errors import BackendError, BusyError, ConfigError
+from kvfs.errors import BackendError, BusyError, ConfigError, KvfsError, NoStoreError
 from kvfs.fetcher.client import FetchClient
-from kvfs.fetcher.tickets import CONTROL_BYTES, ControlArea
-from kvfs.index.place import filesystem_type
 
-log = logging.getLogger(__name__)
 ARENA_BYTES = 2 << 30
 START_SECONDS = 20.0
-_LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
+"""And one more for each GiB of the arena."""
+_KINDS = (BusyError, ConfigError, NoStoreError, BackendError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +33,9 @@ class Options:
 
     arena_bytes: shared memory for blocks; threads: of reading (None: half the cores for a local
     disk, 8 for shared storage, which answers many at once better than one); shm: directory of a
-    named arena (None: anonymous memory); stall_seconds: see Server; parent: end when this process
-    does.
+    named arena (None: anonymous memory); stall_seconds: storage that gives no answer for so long
+    is not asked any more, until it does; parent: end when this process does; idle_seconds: end
+    when there was no client for so long (None: never).
     """
 
     arena_bytes: int = ARENA_BYTES
@@ -50,6 +43,19 @@ class Options:
     shm: str | None = None
     stall_seconds: float = 5.0
     parent: int | None = None
+    idle_seconds: float | None = 600.0
+
+    def arguments(self) -> list[str]:
+        """The command line of `python -m kvfs.fetcher` that means these options."""
+        given = {
+            "--arena": self.arena_bytes, "--threads": self.threads, "--shm": self.shm,
+            "--stall": self.stall_seconds, "--parent": self.parent, "--idle": self.idle_seconds,
+        }  # fmt: skip
+        return [f"{name}={value}" for name, value in given.items() if value is not None]
+
+    @property
+    def start_seconds(self) -> float:
+        return START_SECONDS + self.arena_bytes / (1 << 30)
 
 
 def runtime_dir() -> str:
@@ -71,172 +77,88 @@ def runtime_dir() -> str:
 
 
 def socket_path(store: bytes) -> str:
+    """Where the shared fetcher of a store (by its uuid) listens."""
     return os.path.join(runtime_dir(), f"{store.hex()}.sock")
 
 
-def find(store: bytes) -> FetchClient | None:
-    """A client of the fetcher that runs for a store, or None."""
-    try:
-        return FetchClient(socket_path(store))
-    except BackendError:
-        return None
+def find(store: bytes, *, timeout: float | None = None) -> FetchClient | None:
+    """A client of the fetcher that runs for a store, or None. timeout: seconds, see FetchClient."""
+    with contextlib.suppress(BackendError):
+        return FetchClient(socket_path(store), timeout)
+    return None
 
 
 def connect(path: str, store: bytes, options: Options | None = None) -> FetchClient:
-    """A client of the store's fetcher, which is started if there is none.
+    """A client of the store's shared fetcher, which is started if there is none.
 
-    options: for one that is started; by default it outlives this process. Raises ConfigError,
-    BackendError.
+    options: for one that is started; it outlives this process unless they say otherwise. Raises
+    ConfigError, NoStoreError, BackendError.
     """
-    client = find(store)
-    if client is not None:
-        return client
-    process = start(path, options or Options())
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
+    options = options or Options()
+    until = time.monotonic() + options.start_seconds
+    while True:
         client = find(store)
         if client is not None:
             return client
-        if process.poll() is not None and process.returncode != BusyError.exit_code:
-            text = (process.stderr.read() if process.stderr else b"").decode().strip()
-            kind = ConfigError if process.returncode == ConfigError.exit_code else BackendError
-            raise kind(text.removeprefix("kvfs: ") or "the fetcher did not start")
-        time.sleep(0.01)
-    raise BackendError(f"{path}: the fetcher did not start within {START_SECONDS:.0f} s")
+        # BusyError: somebody else is starting one, or one is there that does not answer.
+        with contextlib.suppress(BusyError):
+            start(path, options)
+            continue
+        if time.monotonic() > until:
+            raise BackendError(f"{path}: its fetcher does not answer")
+        time.sleep(0.02)
 
 
-def start(path: str, options: Options) -> subprocess.Popen[bytes]:
-    """Starts a fetcher in the background, in a session of its own."""
-    command = [sys.executable, "-m", "kvfs.fetcher.launch", path]
-    command += ["--arena", str(options.arena_bytes)]
-    if options.threads is not None:
-        command += ["--threads", str(options.threads)]
-    command += ["--stall", str(options.stall_seconds)]
-    if options.shm is not None:
-        command += ["--shm", options.shm]
-    if options.parent is not None:
-        command += ["--parent", str(options.parent)]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
+def start(path: str, options: Options) -> None:
+    """Starts a shared fetcher in the background and waits until it serves.
 
-
-def run(path: str, options: Options, backend: Backend | None = None) -> None:
-    """Is the fetcher of a store until SIGTERM or SIGINT. Raises BusyError if one runs already."""
-    import trio
-
-    from kvfs.fetcher.core import Core
-    from kvfs.fetcher.server import Server
-    from kvfs.fetcher.workers import Workers
-
-    backend = backend or PosixBackend(path)
-    name = socket_path(load_config(backend).uuid)
-    lock = _lock(name + ".lock")
+    Raises BusyError if one runs already, ConfigError, NoStoreError, BackendError.
+    """
     try:
-        arena = Arena.create(options.arena_bytes + CONTROL_BYTES, directory=options.shm)
-        ranges = Ranges(CONTROL_BYTES, arena.size)
-        core = Core(arena.view, ranges, ControlArea(arena.view[:CONTROL_BYTES]))
-        local = filesystem_type(backend.root) in _LOCAL_DISKS
-        threads = options.threads or (max(1, min(4, (os.cpu_count() or 1) // 2)) if local else 8)
-        workers = Workers(core, backend, threads, one_by_one=local)
-        server = Server(
-            core, arena.reader_fd(), arena.size, workers.stalled_seconds, options.stall_seconds
-        )
-        # A worker that comes back from a read wants the interpreter at once, not in 5 ms.
-        sys.setswitchinterval(0.0002)
-        workers.start()
+        done = subprocess.run(
+            _command(path, options, "--background"), stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=options.start_seconds,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise BackendError(f"{path}: the fetcher did not start in time") from None
+    if done.returncode:
+        raise _why(done.returncode, done.stderr)
+
+
+def private(path: str, options: Options) -> FetchClient:
+    """A client of a fetcher of its own, which ends when the client is closed or its process ends.
+
+    Raises ConfigError, NoStoreError, BackendError.
+    """
+    ours, theirs = socket.socketpair()
+    said = os.memfd_create("kvfs-said", os.MFD_CLOEXEC)  # not a pipe: nobody reads along
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                _command(path, options, f"--connection={theirs.fileno()}"),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
+                pass_fds=[theirs.fileno()],
+            )  # fmt: skip
         try:
-            trio.run(_main, server, name, options.parent)
-        finally:
-            ended = workers.stop(1.0)
-            arena.close()
-            if not ended:  # threads that hang in the storage cannot be joined
-                os._exit(0)
+            return FetchClient(ours, options.start_seconds, process)
+        except KvfsError:
+            process.kill()
+            code = process.wait()
+            text = os.pread(said, 1 << 16, 0)
+            if code > 0:
+                raise _why(code, text) from None
+            raise
     finally:
-        os.close(lock)
+        os.close(said)
 
 
-def _lock(path: str) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise BusyError(f"{path}: a fetcher is running for this store already") from None
-    return fd
+def _command(path: str, options: Options, *more: str) -> list[str]:
+    module = [sys.executable, "-m", "kvfs.fetcher"]
+    return [*module, os.path.abspath(path), *options.arguments(), *more]
 
 
-async def _main(server: object, name: str, parent: int | None) -> None:
-    import trio
-
-    from kvfs.fetcher.server import Server
-
-    assert isinstance(server, Server)
-    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name)  # of a fetcher that is dead: the lock is ours
-    await listener.bind(name)
-    listener.listen(128)
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_until_signal, nursery)
-            if parent is not None:
-                nursery.start_soon(_until_parent_ends, parent, nursery)
-            nursery.start_soon(server.serve, listener)
-    finally:
-        listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
-async def _until_signal(nursery: object) -> None:
-    import trio
-
-    assert isinstance(nursery, trio.Nursery)
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async for _ in signals:
-            nursery.cancel_scope.cancel()
-            return
-
-
-async def _until_parent_ends(parent: int, nursery: object) -> None:
-    import trio
-
-    assert isinstance(nursery, trio.Nursery)
-    try:
-        fd = os.pidfd_open(parent)
-    except ProcessLookupError:
-        nursery.cancel_scope.cancel()
-        return
-    try:
-        await trio.lowlevel.wait_readable(fd)
-    finally:
-        os.close(fd)
-    nursery.cancel_scope.cancel()
-
-
-def main() -> None:
-    """The command line of the module: kvctl is for people, this for the processes that need it."""
-    import argparse
-
-    from kvfs.errors import KvfsError
-
-    parser = argparse.ArgumentParser(prog="kvfs.fetcher.launch", description=run.__doc__)
-    parser.add_argument("store")
-    parser.add_argument("--arena", type=int, default=ARENA_BYTES)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--stall", type=float, default=5.0)
-    parser.add_argument("--shm")
-    parser.add_argument("--parent", type=int)
-    a = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="kvfs: %(message)s")
-    try:
-        run(a.store, Options(a.arena, a.threads, a.shm, a.stall, a.parent))
-    except KvfsError as e:
-        print(f"kvfs: {e}", file=sys.stderr)
-        raise SystemExit(e.exit_code) from None
-
-
-if __name__ == "__main__":
-    main()
+def _why(code: int, said: bytes) -> KvfsError:
+    """The error that a fetcher ended with."""
+    kind = next((k for k in _KINDS if k.exit_code == code), BackendError)
+    lines = said.decode("utf-8", "replace").strip().splitlines()
+    return kind(lines[-1].removeprefix("kvfs: ") if lines else "the fetcher did not start")

@@ -1,36 +1,45 @@
 """The fetcher's trio side: sockets, deadlines, and clients that come and go.
 
 One task a client. Nothing here touches the storage: threads do (kvfs.fetcher.workers). A client
-whose socket closes, however it died, loses its tickets. A client that breaks the protocol is
-disconnected; the others do not notice.
+that dies, however, loses its tickets at once; one that breaks the protocol is disconnected; the
+others do not notice. When the server ends, tickets are left as they are: nothing will be written
+over their blocks any more, so clients can finish with them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import socket
+import struct
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import trio
 
 from kvfs.errors import BusyError, InputError, KvfsError
 from kvfs.fetcher import wire
-from kvfs.fetcher.core import Busy, Core, Ticket
+from kvfs.fetcher.core import Core, Ticket
+from kvfs.fetcher.watches import Deadlines, Deaths
 from kvfs.fetcher.wire import Range
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
-from kvfs.plan import Plan
 
 log = logging.getLogger(__name__)
-MAX_CLIENTS = 512
+MAX_CLIENTS = 384
 MAX_TICKETS = 128
-"""Of one client."""
+MAX_NAMESPACES = 64
+"""Of one client, both."""
+MAX_SECONDS = 600.0
+"""No request is worked on for longer, whatever its deadline."""
+FRAME_SECONDS = 5.0
+"""A client that has begun a frame must have sent it in this time."""
 _RECEIVE = 64 << 10
 _MAX_FDS = 16
+_OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 @dataclass(eq=False)
@@ -39,182 +48,237 @@ class _Client:
 
     sock: trio.socket.SocketType
     tickets: dict[tuple[int, int], Ticket] = field(default_factory=dict)
-    waiters: dict[tuple[int, int], trio.CancelScope] = field(default_factory=dict)
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)
     buffer: bytearray = field(default_factory=bytearray)
-    fds: deque[int] = field(default_factory=deque)
+    end: trio.CancelScope = field(default_factory=trio.CancelScope)
+    greeted: bool = False
+    problem: str = ""
+    """What was wrong with the last namespace it told."""
 
 
 class Server:
     """Serves a Core to the clients of one listening socket."""
 
     def __init__(
-        self, core: Core, arena_fd: int, arena_bytes: int,
-        stalled: Callable[[], float], stall_seconds: float,
-    ) -> None:  # fmt: skip
+        self, core: Core, arena_fd: int, stalled: Callable[[], float], stall_seconds: float
+    ) -> None:
         """arena_fd: a descriptor clients may have; stalled: for how long no thread has had an
-        answer from the storage; when it is more than stall_seconds new requests miss at once."""
+        answer from the storage; when that is more than stall_seconds, nothing is asked of it."""
         self.core = core
         self.arena_fd = arena_fd
-        self.arena_bytes = arena_bytes
         self.stalled = stalled
         self.stall_seconds = stall_seconds
-        self._namespaces: dict[bytes, Namespace] = {}
-        self._clients = 0
+        self.idle_since = time.monotonic()
+        """When the last client left; means nothing while there is one."""
+        self._clients: dict[_Client, None] = {}
+        self._deadlines = Deadlines(core.expire)
+        self._deaths = Deaths()
+        self._scope = trio.CancelScope()
+        self._stopping = False
+
+    @property
+    def clients(self) -> int:
+        return len(self._clients)
 
     async def serve(self, listener: trio.socket.SocketType) -> None:
-        """Accepts clients until cancelled."""
-        async with trio.open_nursery() as nursery:
+        """Accepts clients until `stop`."""
+        async with self._running() as nursery:
             while True:
-                sock, _ = await listener.accept()
-                if self._clients >= MAX_CLIENTS:
+                sock = await _accept(listener)
+                if len(self._clients) >= MAX_CLIENTS and not self._make_room():
+                    log.warning("refused a client: there are %d", len(self._clients))
                     sock.close()
                     continue
-                self._clients += 1
-                nursery.start_soon(self._client, sock, nursery)
+                nursery.start_soon(self._serve, self._welcome(sock))
 
-    async def _client(self, sock: trio.socket.SocketType, nursery: trio.Nursery) -> None:
+    async def serve_one(self, sock: trio.socket.SocketType) -> None:
+        """Serves one client until it leaves, or `stop`."""
+        async with self._running():
+            await self._serve(self._welcome(sock))
+            self.stop()
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[trio.Nursery]:
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._deadlines.run)
+                nursery.start_soon(self._deaths.run)
+                yield nursery
+
+    def _welcome(self, sock: trio.socket.SocketType) -> _Client:
         client = _Client(sock)
+        self._clients[client] = None
+        return client
+
+    def stop(self) -> None:
+        """Lets go of the clients, but not of what they hold."""
+        self._stopping = True
+        self._scope.cancel()
+
+    def _make_room(self) -> bool:
+        """Ends the oldest connection that has said nothing yet; says whether there was one."""
+        stranger = next((c for c in self._clients if not c.greeted), None)
+        if stranger is not None:
+            stranger.end.cancel()
+            del self._clients[stranger]
+        return stranger is not None
+
+    async def _serve(self, client: _Client) -> None:
+        handle = self._deaths.watch(_pid_of_peer(client.sock), client.end)
         try:
-            while True:
-                kind, body = await self._frame(client)
-                await self._handle(client, kind, body, nursery)
+            with client.end:
+                while True:
+                    await self._handle(client, *await self._frame(client))
         except EOFError:
             pass
-        except (InputError, OSError, trio.ClosedResourceError) as e:
+        except (InputError, OSError) as e:
+            self.core.count("clients_disconnected")
             log.info("client disconnected: %s", e)
         except Exception:  # a bug in one request must not end the others
             log.exception("client disconnected by an internal error")
         finally:
-            self._clients -= 1
+            self._deaths.forget(handle)
             self._leave(client)
 
     def _leave(self, client: _Client) -> None:
-        for scope in client.waiters.values():
-            scope.cancel()
-        for ticket in client.tickets.values():
-            self.core.release(ticket)
-        wire.close_all(list(client.fds))
+        self._clients.pop(client, None)
+        self.idle_since = time.monotonic()
         client.sock.close()
+        if not self._stopping:
+            for ticket in client.tickets.values():
+                self.core.release(ticket)
 
-    async def _frame(self, client: _Client) -> tuple[int, bytes]:
-        """The next frame. Raises EOFError, and InputError for one that is too long."""
+    # frames
+
+    async def _frame(self, client: _Client) -> tuple[int, bytes, int]:
+        """(type, body, number). Raises EOFError, and InputError for one that cannot be right."""
         buffer = client.buffer
-        while True:
-            if len(buffer) >= wire.HEAD.size:
-                length, kind, _ = wire.HEAD.unpack_from(buffer)
-                if length > wire.CLIENT_LIMIT:
-                    raise InputError(f"a frame of {length} bytes")
-                end = wire.HEAD.size + length
-                if len(buffer) >= end:
-                    body = bytes(buffer[wire.HEAD.size : end])
-                    del buffer[:end]
-                    return kind, body
-            space = socket.CMSG_SPACE(4 * _MAX_FDS)
-            data, ancillary, _, _ = await client.sock.recvmsg(_RECEIVE, space)
-            client.fds.extend(wire.take_fds(ancillary))
-            if len(client.fds) > _MAX_FDS:
-                raise InputError(f"{len(client.fds)} descriptors that no request uses")
-            if not data:
-                raise EOFError
-            buffer += data
+        if client.greeted and not buffer:
+            await self._receive(client)  # which may take as long as it likes
+        with trio.move_on_after(FRAME_SECONDS):
+            while len(buffer) < wire.HEAD.size:
+                await self._receive(client)
+            length, kind, number = wire.parse_head(buffer)
+            end = wire.HEAD.size + length
+            while len(buffer) < end:
+                await self._receive(client)
+            body = bytes(buffer[wire.HEAD.size : end])
+            del buffer[:end]
+            return kind, body, number
+        raise InputError(f"a frame that was not sent within {FRAME_SECONDS:.0f} s")
 
-    async def _handle(self, client: _Client, kind: int, body: bytes, nursery: trio.Nursery) -> None:
-        if kind == wire.FETCH:
-            await _send(client.sock, self._fetch(client, body, nursery))
-        elif kind == wire.RELEASE:
-            self._release(client, wire.parse_release(body))
-        elif kind == wire.HELLO:
+    async def _receive(self, client: _Client) -> None:
+        space = socket.CMSG_SPACE(4 * _MAX_FDS)
+        data, ancillary, flags, _ = await client.sock.recvmsg(_RECEIVE, space)
+        fds = wire.take_fds(ancillary)
+        if fds or flags & socket.MSG_CTRUNC:
+            wire.close_all(fds)
+            raise InputError("descriptors nobody asked for")
+        if not data:
+            raise EOFError
+        client.buffer += data
+
+    async def _handle(self, client: _Client, kind: int, body: bytes, number: int) -> None:
+        if kind == wire.HELLO:
             wire.parse_hello(body)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self.arena_fd.to_bytes(4, "little"))]
-            await client.sock.sendmsg([wire.welcome(self.arena_bytes)], rights)
+            client.greeted = True
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self.arena_fd))]
+            await client.sock.sendmsg([wire.welcome()], rights)
+        elif not client.greeted:
+            raise InputError("no HELLO")
+        elif kind == wire.FETCH:
+            await _send(client.sock, self._fetch(client, body, number))
+        elif kind == wire.RELEASE:
+            ticket = client.tickets.pop(wire.parse_release(body), None)
+            if ticket is not None:
+                self.core.release(ticket)
+        elif kind == wire.NAMESPACE:
+            self._learn(client, body)
         elif kind in (wire.STATS, wire.EVICT):
             if kind == wire.EVICT:
                 self.core.evict_idle()
-            figures = {**self.core.stats(), "clients": self._clients}
-            await _send(client.sock, wire.frame(wire.FIGURES, json.dumps(figures).encode()))
+            figures = json.dumps({**self.core.stats(), "clients": self.clients}).encode()
+            await _send(client.sock, wire.frame(wire.FIGURES, figures, number))
         else:
             raise InputError(f"a frame of unknown type {kind}")
 
-    def _fetch(self, client: _Client, body: bytes, nursery: trio.Nursery) -> bytes:
-        """Takes a request in and returns the answer's frame."""
-        fields = wire.parse_fetch(body)
-        if not client.fds:
-            raise InputError("FETCH without a descriptor")
-        fd = client.fds.popleft()
-        try:
-            memory = wire.map_sealed(fd, fields.total)
-        finally:
-            wire.close_all([fd])
-        try:
-            return self._admit(client, fields, memory, nursery)
-        except Busy as e:
-            return wire.refused(BusyError.exit_code, f"busy: {e}")
-        except KvfsError as e:
-            return wire.refused(e.exit_code, str(e))
+    # requests
 
-    def _admit(
-        self, client: _Client, fields: wire.FetchFrame, memory: memoryview, nursery: trio.Nursery
-    ) -> bytes:
-        stalled = self.stalled()
-        if stalled > self.stall_seconds:
-            self.core.count("refused_stalled")
-            return wire.refused(9, f"backend down: no answer for {stalled:.1f} s")
+    def _learn(self, client: _Client, body: bytes) -> None:
+        """Takes in a namespace. Raises InputError for what is none."""
+        try:
+            ns = Namespace(Identity.from_json(json.loads(body)), 0, "")
+        except (ValueError, RecursionError) as e:
+            raise InputError(f"not the JSON of a namespace: {e}") from None
+        except KvfsError as e:  # said when something is to be fetched in it
+            client.problem = str(e)
+            return
+        if len(client.namespaces) >= MAX_NAMESPACES:
+            raise InputError(f"{MAX_NAMESPACES} namespaces")
+        client.namespaces[ns.nsid] = ns
+
+    def _fetch(self, client: _Client, body: bytes, number: int) -> bytes:
+        """Takes a request in and returns the answer's frame."""
+        request = wire.parse_fetch(body)
+        try:
+            return self._admit(client, request, number)
+        except KvfsError as e:
+            return wire.refused(number, e.exit_code, str(e))
+
+    def _admit(self, client: _Client, request: wire.FetchRequest, number: int) -> bytes:
+        ns = client.namespaces.get(request.nsid)
+        if ns is None:
+            raise InputError(client.problem or "FETCH in a namespace that was not told")
         if len(client.tickets) >= MAX_TICKETS:
-            raise Busy(f"this client has {MAX_TICKETS} tickets")
-        plan = Plan.from_json(_json(memory[: fields.plan_bytes]))
-        ns = self._namespace(plan.nsid, memory[fields.plan_bytes : fields.total])
-        if fields.wanted > plan.stored_blocks:
-            raise InputError(f"{fields.wanted} blocks asked for, {plan.stored_blocks} in the plan")
-        ticket = Ticket(client, ns, min(fields.priority, 9))
-        checksums = not fields.flags & wire.NO_CHECKSUMS
-        self.core.admit(ticket, plan, fields.wanted, checksums=checksums)
+            raise BusyError(f"this client has {MAX_TICKETS} tickets")
+        stalled = self.stalled()
+        down = ""
+        if stalled > self.stall_seconds:
+            down = f"backend down: no answer for {stalled:.1f} s"
+        ticket = Ticket(ns, request.priority)
+        self.core.admit(ticket, request.pieces, checksums=request.checksums, down=down)
         key = ticket.slot, ticket.generation
         client.tickets[key] = ticket
-        ranges = [
-            Range(p.block, p.count, p.stretch.offset + p.index * ns.stride) for p in ticket.parts
-        ]
+        ranges = _ranges(ticket)  # before it may expire and let parts go
         if not ticket.ended:
-            nursery.start_soon(self._expire, client, key, ticket, fields.deadline)
-        return wire.ticket(*key, ticket.wanted, ranges[: wire.MAX_RANGES])
-
-    def _namespace(self, nsid: bytes, identity: memoryview) -> Namespace:
-        ns = self._namespaces.get(nsid)
-        if ns is None:
-            ns = Namespace(Identity.from_json(_json(identity)), 0, "")
-            if ns.nsid != nsid:
-                raise InputError("the plan is of another namespace than the identity")
-            self._namespaces[nsid] = ns
-        return ns
-
-    def _release(self, client: _Client, key: tuple[int, int]) -> None:
-        ticket = client.tickets.pop(key, None)
-        scope = client.waiters.pop(key, None)
-        if scope is not None:
-            scope.cancel()
-        if ticket is not None:
-            self.core.release(ticket)
-
-    async def _expire(
-        self, client: _Client, key: tuple[int, int], ticket: Ticket, deadline: float
-    ) -> None:
-        """Ends a ticket at its deadline, unless it ends before."""
-        seconds = deadline - time.monotonic()
-        with trio.CancelScope() as scope:
-            client.waiters[key] = scope
-            await trio.sleep(max(0.0, seconds))
-            self.core.expire(ticket)
-        if client.waiters.get(key) is scope:
-            del client.waiters[key]
+            self._deadlines.add(min(request.deadline, time.monotonic() + MAX_SECONDS), ticket)
+        return wire.ticket(number, *key, ticket.wanted, ranges)
 
 
-def _json(data: memoryview) -> dict[str, object]:
-    try:
-        value = json.loads(bytes(data))
-    except ValueError as e:
-        raise InputError(f"a request that is no JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise InputError("a request that is no JSON object")
-    return value
+def _ranges(ticket: Ticket) -> list[Range]:
+    """Where a ticket's blocks lie; what lies in one piece is one range."""
+    stride = ticket.ns.stride
+    ranges: list[Range] = []
+    block = count = offset = 0
+    for stretch, index, n, first in ticket.parts:
+        at = stretch.offset + index * stride
+        if count and at == offset + count * stride:
+            count += n
+            continue
+        if count:
+            ranges.append(Range(block, count, offset))
+        block, count, offset = first, n, at
+    if count:
+        ranges.append(Range(block, count, offset))
+    return ranges
+
+
+async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
+    while True:
+        try:
+            sock, _ = await listener.accept()
+            return sock
+        except OSError as e:
+            if e.errno not in _OUT_OF_FILES:
+                continue  # that client is gone already
+            log.warning("cannot accept a client: %s", e)
+            await trio.sleep(0.1)
+
+
+def _pid_of_peer(sock: trio.socket.SocketType) -> int:
+    """0 if it is of another pid namespace."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[0])
 
 
 async def _send(sock: trio.socket.SocketType, data: bytes) -> None:

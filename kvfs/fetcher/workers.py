@@ -6,36 +6,45 @@ end at their deadlines, and the threads go on when the storage does.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kvfs.backend import Backend, OpenFile, ReadCut, read_into
 from kvfs.backend.files import FileCache
+from kvfs.config import check_alive
+from kvfs.errors import KvfsError
 from kvfs.fetch import describe, lasting
-from kvfs.fetcher.core import Core, Stretch
+from kvfs.fetcher.core import Core
+from kvfs.fetcher.stretches import Stretch
 from kvfs.record import sound
 
 log = logging.getLogger(__name__)
 # Read so much at a time that the checksum finds it in the second-level cache: reading and checking
 # 116 MB takes 1.2 times the read alone with pieces of 1 MiB, 1.5 times with one piece.
 STEP_BYTES = 1 << 20
+_Read = Callable[[OpenFile, Sequence[memoryview], int], int]
+_End = tuple[str, bool]  # (why a stretch ends early, whether for good)
 
 
 class Workers:
     """A fixed number of threads that serve a Core."""
 
     def __init__(
-        self, core: Core, backend: Backend, threads: int, *, one_by_one: bool = False
+        self, core: Core, backend: Backend, store: bytes, threads: int, *, one_by_one: bool = False
     ) -> None:
-        """one_by_one: reads that go to the device are made by one thread at a time."""
-        self.one_by_one = one_by_one
+        """store: its uuid. one_by_one: reads that go to the device are made by one thread at a
+        time."""
         self.core = core
         self.backend = backend
+        self.store = store
         self.files = FileCache(backend)
-        self._cold = threading.Lock()
+        self._device: AbstractContextManager[object] = (
+            threading.Lock() if one_by_one else nullcontext()
+        )
         self._busy: dict[int, float] = {}
         self._threads = [
             threading.Thread(target=self._run, name=f"kvfs-fetch-{i}", daemon=True)
@@ -47,11 +56,15 @@ class Workers:
             thread.start()
 
     def stop(self, seconds: float) -> bool:
-        """Waits for the threads to end, at most so long each; says whether all did."""
+        """Waits so long for the threads to end; says whether all did."""
         self.core.stop()
+        until = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(seconds)
-        return not any(thread.is_alive() for thread in self._threads)
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        self.files.close()
+        return True
 
     def stalled_seconds(self) -> float:
         """How long all threads have been waiting for the storage; 0 if one is free."""
@@ -81,37 +94,34 @@ class Workers:
         """
         try:
             with self.files.use(stretch.path) as file:
-                ended = self._steps(stretch, file, self.backend.readv_cached)
+                ended = self._steps(stretch, file, self.backend.readv_cached, cached=True)
                 if ended is None and stretch.loaded < stretch.count:
-                    with self._cold if self.one_by_one else contextlib.nullcontext():
+                    with self._device:
                         ended = self._steps(stretch, file, self._read)
-                return ended or (None, False)
         except OSError as e:
-            return describe(e), lasting(e)
+            ended = self._failed(e)
+        return ended or (None, False)
 
     def _read(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
         return read_into(self.backend, file, buffers, offset)
 
     def _steps(
-        self, stretch: Stretch, file: OpenFile,
-        read: Callable[[OpenFile, Sequence[memoryview], int], int],
-    ) -> tuple[str, bool] | None:  # fmt: skip
+        self, stretch: Stretch, file: OpenFile, read: _Read, *, cached: bool = False
+    ) -> _End | None:
         """Goes on reading and checking while `read` gives whole steps. Returns a bad end."""
-        stride, records = stretch.ns.stride, self.core.landing(stretch).payloads
+        stride, records = stretch.ns.stride, stretch.landing(self.core.arena).payloads
         step = max(1, STEP_BYTES // stride)
-        cached = read == self.backend.readv_cached
         while stretch.loaded < stretch.count:
-            if not stretch.refs:
+            if not stretch.refs and self.core.give_up(stretch):
                 return "cancelled", False
             first = stretch.loaded
-            n = min(step, stretch.count - first)
-            view = records[first * stride : (first + n) * stride]
+            view = records[first * stride : min(first + step, stretch.count) * stride]
             try:
                 got = read(file, [view], stretch.place + first * stride)
             except ReadCut as e:
-                bad = self._check(stretch, first + e.read // stride)
-                return bad or (describe(e), lasting(e))
-            if got < len(view) and cached:
+                self.files.forget(stretch.path)
+                return self._check(stretch, first + e.read // stride) or self._failed(e)
+            if cached and got < len(view):
                 return None
             bad = self._check(stretch, first + got // stride)
             if bad is None and got < len(view):
@@ -121,10 +131,20 @@ class Workers:
                 return bad
         return None
 
-    def _check(self, stretch: Stretch, end: int) -> tuple[str, bool] | None:
+    def _check(self, stretch: Stretch, end: int) -> _End | None:
         """Checks the records up to `end` and counts the sound ones as loaded."""
         if not stretch.checked:
             stretch.loaded = end
             return None
-        stretch.loaded, reason = sound(self.core.landing(stretch), stretch.loaded, end)
+        landing = stretch.landing(self.core.arena)
+        stretch.loaded, reason = sound(landing, stretch.loaded, end)
         return None if reason is None else (reason, True)
+
+    def _failed(self, e: OSError) -> _End:
+        """What an I/O error means. A store whose mount is away looks like all its segments gone."""
+        if e.errno in (errno.ENOENT, errno.ENOTDIR):
+            try:
+                check_alive(self.backend, self.store)
+            except KvfsError:
+                return "backend down", False
+        return describe(e), lasting(e)

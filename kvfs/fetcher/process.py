@@ -1,0 +1,177 @@
+"""The fetcher process: arena, core, threads and server put together, and its life.
+
+A shared fetcher is the one of its host, user and store: it listens at a socket and holds a lock,
+which the kernel frees when it dies, however it dies; the next one takes over the socket's name. A
+private one serves the one connection it was started with and ends with it.
+
+`run` blocks; it belongs in the main thread of a process that does nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import trio
+
+from kvfs.arena import Arena, Ranges
+from kvfs.backend import Backend, PosixBackend
+from kvfs.config import load_config
+from kvfs.errors import BusyError, ConfigError
+from kvfs.fetcher.control import CONTROL_BYTES, ControlArea
+from kvfs.fetcher.core import Core
+from kvfs.fetcher.launch import Options, socket_path
+from kvfs.fetcher.server import Server
+from kvfs.fetcher.workers import Workers
+from kvfs.index.place import filesystem_type
+
+log = logging.getLogger(__name__)
+_LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
+_STOP_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
+Ready = Callable[[str], None]
+
+
+def run(
+    path: str, options: Options, *, backend: Backend | None = None,
+    connection: int | None = None, ready: Ready = lambda name: None,
+) -> None:  # fmt: skip
+    """Is a fetcher for a store, until it is told to end.
+
+    connection: descriptor of a connected socket, for a private one; backend: for fault injection
+    and other storage; ready: called once it serves, with the path of its socket or "". Raises
+    BusyError if a shared one runs already, ConfigError, NoStoreError, BackendError.
+    """
+    backend = backend or PosixBackend(path)
+    store = load_config(backend).uuid
+    with _name(store, connection) as name:
+        arena = Arena.create(
+            options.arena_bytes + CONTROL_BYTES, directory=options.shm, tag=store.hex()[:12]
+        )
+        try:
+            _serve(arena, backend, store, options, name, connection, ready)
+        finally:
+            arena.close()
+
+
+@contextlib.contextmanager
+def _name(store: bytes, connection: int | None) -> Iterator[str]:
+    """The path of the socket, which is ours alone within the block. Raises BusyError."""
+    if connection is not None:
+        yield ""
+        return
+    name = socket_path(store)
+    lock = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(f"{name}: a fetcher is running for this store already") from None
+        yield name
+    finally:
+        os.close(lock)
+
+
+def _serve(
+    arena: Arena, backend: Backend, store: bytes, options: Options, name: str,
+    connection: int | None, ready: Ready,
+) -> None:  # fmt: skip
+    core = Core(arena.view, Ranges(CONTROL_BYTES, arena.size), ControlArea(arena.view))
+    local = filesystem_type(backend.root) in _LOCAL_DISKS
+    workers = Workers(core, backend, store, options.threads or _threads(local), one_by_one=local)
+    server = Server(core, arena.reader_fd(), workers.stalled_seconds, options.stall_seconds)
+    # A worker that comes back from a read wants the interpreter at once, not in 5 ms.
+    sys.setswitchinterval(0.0002)
+    workers.start()
+    try:
+        trio.run(_main, server, options, name, connection, ready)
+    finally:
+        if not workers.stop(_STOP_SECONDS):
+            # Threads that hang in the storage cannot be joined, and may still write to the arena.
+            log.warning("the storage does not answer; leaving its readers to the kernel")
+            if arena.path is not None:
+                os.unlink(arena.path)
+            logging.shutdown()
+            os._exit(0)
+
+
+def _threads(local: bool) -> int:
+    return max(1, min(4, (os.cpu_count() or 1) // 2)) if local else 8
+
+
+async def _main(
+    server: Server, options: Options, name: str, connection: int | None, ready: Ready
+) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_until_signal, server)
+        if options.parent is not None:
+            nursery.start_soon(_until_end_of, options.parent, server)
+        if connection is not None:
+            ready("")
+            await server.serve_one(trio.socket.from_stdlib_socket(socket.socket(fileno=connection)))
+        else:
+            with await _listen(name) as listener:
+                nursery.start_soon(_until_unused, server, name, options.idle_seconds)
+                ready(name)
+                await server.serve(listener)
+        nursery.cancel_scope.cancel()
+
+
+async def _listen(name: str) -> trio.socket.SocketType:
+    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name)  # of a fetcher that is dead: the lock is ours
+    try:
+        await listener.bind(name)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"{name}: {e.strerror or e}; set KVFS_RUNTIME") from e
+    listener.listen(128)
+    return listener
+
+
+# what ends it
+
+
+async def _until_signal(server: Server) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async for number in signals:
+            log.info("ending at %s", signal.Signals(number).name)
+            server.stop()
+            return
+
+
+async def _until_end_of(parent: int, server: Server) -> None:
+    with contextlib.suppress(ProcessLookupError), _pidfd(parent) as handle:
+        await trio.lowlevel.wait_readable(handle)
+    server.stop()
+
+
+@contextlib.contextmanager
+def _pidfd(pid: int) -> Iterator[int]:
+    handle = os.pidfd_open(pid)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+async def _until_unused(server: Server, name: str, seconds: float | None) -> None:
+    """Waits until nobody has used the fetcher for so long, or can find it any more."""
+    known = os.stat(name).st_ino
+    while True:
+        await trio.sleep(_LOOK_SECONDS if seconds is None else min(_LOOK_SECONDS, seconds))
+        if server.clients:
+            continue
+        idle = time.monotonic() - server.idle_since
+        found = os.stat(name).st_ino if os.path.exists(name) else -1
+        if found != known or (seconds is not None and idle >= seconds):
+            log.info("ending: no client for %.0f s", idle)
+            server.stop()
