@@ -49,6 +49,20 @@ def adopt(
     return checkpoint
 
 
+def lost(backend: Backend, index: Index) -> bool:
+    """Says whether there are segments, but nothing is left to tell this new index of them.
+
+    Two or three directory listings, and only as long as the index has never known a segment.
+    """
+    if index.query(_has_known_segments) or backend.names("log") or backend.names(DIRECTORY):
+        return False
+    return bool(backend.names("seg"))
+
+
+def _has_known_segments(applier: Applier) -> bool:
+    return applier.meta_int("last_segment") > 0
+
+
 def _behind(index: Index, checkpoint: Checkpoint, missing: Sequence[JournalState]) -> bool:
     """Says whether missing journals held something this index has not read; notes the others as
     over, since their writers were killed and their files removed."""

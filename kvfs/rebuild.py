@@ -88,19 +88,6 @@ def rebuild(store: Store, *, source: str = "auto", progress: Progress | None = N
     return result
 
 
-def advice(store: Store) -> str | None:
-    """What to do about an index that is empty although the store is not; None if all is well.
-
-    Cheap: a few directory listings, and only where the index knows no segment.
-    """
-    if store.index.segments() or names(store.backend, "log") or not names(store.backend, "seg"):
-        return None
-    return (
-        f"{store.path}: the index is empty and the journals are gone, but there are segments; "
-        "`kvctl rebuild` reads the blocks from them"
-    )
-
-
 def namespace_files(backend: Backend) -> Iterator[tuple[Identity | None, str, str]]:
     """Yields (identity, its JSON, path) of each namespace file; None for one not to be believed."""
     for name in names(backend, "ns"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import time
@@ -24,7 +25,7 @@ from kvfs.errors import BackendError, ConfigError, FormatError, InputError, Kvfs
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow import Followed, Follower, Progress
 from kvfs.frames import ClassEntry, NamespaceEntry
-from kvfs.history import adopt
+from kvfs.history import adopt, lost
 from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES
@@ -37,6 +38,8 @@ from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
 from kvfs.writer import Writer
+
+log = logging.getLogger(__name__)
 
 
 class Store(LocalStore):
@@ -109,6 +112,8 @@ class Store(LocalStore):
             store._count("namespaces_unreadable", len(store.catalog.seed(backend, config)))
             if catch_up:
                 store.catch_up(progress)
+                if lost(backend, opened):
+                    log.warning("%s: the journals are gone; `kvctl rebuild` finds the blocks", root)
         except OSError as e:
             store.close()
             raise ConfigError(f"{place}: {e.strerror}") from e
@@ -211,6 +216,9 @@ class Store(LocalStore):
 
         with contextlib.suppress(KvfsError):
             self.index.write(shorten)
+        if self._writer is not None:
+            # Should it be a file we write: it failed, or somebody removed it. No more into it.
+            self._writer.retire({extent.segment_id})
 
     def put(
         self, ns: Namespace, tokens: Any, blocks: Any, *, first_block: int = 0,

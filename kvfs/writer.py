@@ -105,7 +105,8 @@ class Writer:
 
     def retire(self, segments: set[bytes]) -> None:
         """Takes no more runs into these of its segments: see SegmentWriter.retire."""
-        self._segments.retire(segments)
+        if self.pid == os.getpid():  # else inherited through fork
+            self._segments.retire(segments)
 
     def _refuse_while_full(self, need: int) -> None:
         try:
