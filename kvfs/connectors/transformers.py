@@ -19,12 +19,12 @@ allows. Blocking: `save` and `load` read or write the shared storage. docs/trans
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from kvfs.chain import TOKEN_BYTES, PrefixHasher, as_u32
-from kvfs.connectors import hf_copy, hf_state
+from kvfs.connectors import hf_copy, hf_replay, hf_state
 from kvfs.connectors.hf_identity import digest_tokenizer, digest_weights, identity
 from kvfs.connectors.hf_layout import forward, measure
 from kvfs.errors import InputError, KvfsError
@@ -34,6 +34,8 @@ from kvfs.store import Store
 __all__ = ["CacheStore", "Prefilled", "digest_tokenizer", "digest_weights"]
 
 log = logging.getLogger(__name__)
+
+Replay = Literal["exact", "window", "never"]
 
 # Rows are gathered so many bytes at a time: one buffer, however long the prompt.
 _BATCH_BYTES = 64 << 20
@@ -57,7 +59,8 @@ class CacheStore:
 
         cs.identity   what has to be equal for two processes to share blocks
         cs.ns         its namespace in the store
-        cs.hybrid     the model has sliding windows: `load` needs a state besides the blocks
+        cs.hybrid     the model has sliding windows: it goes on from blocks and a state, not from
+                      blocks alone
     """
 
     def __init__(
@@ -147,76 +150,103 @@ class CacheStore:
 
     # loading
 
-    def load(self, input_ids: Any, state: bytes | None = None) -> tuple[Any, int]:
-        """A cache with the first n tokens of a prompt, and n: as many as are stored and whole.
+    def load(
+        self, input_ids: Any, state: bytes | None = None, *, replay: Replay = "exact"
+    ) -> tuple[Any, int]:
+        """A cache with the first n tokens of a prompt, and n: as many as are stored and of use.
 
         n is a multiple of the block and less than the prompt, so that there is a token to compute.
-        n = 0 is a miss, with an empty cache that works all the same. A hybrid model cannot go on
-        from its blocks alone: it needs the `state` of a prefix, and n is that state's position or
-        0. Raises InputError for tokens that are none.
+        n = 0 is a miss, with an empty cache that works all the same.
+
+        A hybrid model cannot go on from its blocks alone. Given a `state` that fits, n is its
+        position. Without, the windows are made anew by running the model over the tokens before n:
+        replay   "exact": as many as the windows depend on, and a miss where that are all of them
+                 "window": one window, a cheap approximation: logits then differ a little
+                 "never": a miss
+        Raises InputError for tokens that are none.
         """
-        hasher = self.ns.hasher(_one_sequence(input_ids))
-        contents: dict[int, dict[str, Any]] = {}
-        blocks, opened = self._wanted(hasher, state)
-        if blocks:
-            blocks, contents = self._fetch(hasher, blocks, whole=opened is not None)
+        if replay not in ("exact", "window", "never"):
+            raise InputError(f"replay is {replay!r}; it can be exact, window or never")
+        ids = _one_sequence(input_ids)
+        hasher = self.ns.hasher(ids)
+        opened = self._open(hasher, state)
+        blocks, rows = self._fetch(hasher, opened, replay)
+        contents = hf_copy.scatter(self.layout, rows) if blocks else {}
         tokens = blocks * self.ns.block_tokens
-        if blocks and opened is not None:
-            payload = torch.frombuffer(bytearray(opened.payload), dtype=torch.uint8)
+        if blocks and self.hybrid:
+            if opened is not None and opened.tokens == tokens:
+                payload = torch.frombuffer(bytearray(opened.payload), dtype=torch.uint8)
+            else:
+                start = self._replay_start(tokens, replay)
+                flat = torch.as_tensor(ids, dtype=torch.long)
+                payload = hf_replay.replay(self.model, self.layout, contents, flat, start, tokens)
             for layer, fields in hf_copy.scatter_state(self.layout, payload, tokens).items():
                 contents.setdefault(layer, {}).update(fields)
         return hf_copy.build(self.model.config, contents, tokens), tokens
 
-    def _wanted(
-        self, hasher: PrefixHasher, state: bytes | None
-    ) -> tuple[int, hf_state.Opened | None]:
-        """Blocks that may be loaded, by the tokens and the state alone."""
-        most = max(0, hasher.n_tokens - 1) // self.ns.block_tokens
-        if not self.hybrid:
-            return most, None
-        if state is None:
-            return 0, None
+    def _open(self, hasher: PrefixHasher, state: bytes | None) -> hf_state.Opened | None:
+        """The state, if it fits and leaves a token to compute."""
+        if state is None or not self.hybrid:
+            return None
         opened = hf_state.unseal(self.ns, hasher, state, self.layout.state_bytes)
         if isinstance(opened, str):
             log.info("%s: %s", self.ns.name, opened)
-            return 0, None
-        at = opened.tokens // self.ns.block_tokens
-        return (at, opened) if at <= most else (0, None)
+            return None
+        return opened if opened.tokens < hasher.n_tokens else None
+
+    def _replay_start(self, tokens: int, replay: Replay) -> int:
+        if replay == "never":
+            return 0
+        return hf_replay.replay_start(self.identity, tokens, exact=replay == "exact")
+
+    def _useful(self, blocks: int, opened: hf_state.Opened | None, replay: Replay) -> bool:
+        """The model can go on from so many blocks, and that saves something."""
+        tokens = blocks * self.ns.block_tokens
+        if not self.hybrid or (opened is not None and opened.tokens == tokens):
+            return blocks > 0
+        return self._replay_start(tokens, replay) > 0
 
     def _fetch(
-        self, hasher: PrefixHasher, blocks: int, *, whole: bool
-    ) -> tuple[int, dict[int, dict[str, Any]]]:
-        """Fetches up to so many blocks, or none if `whole` and one of them is not there."""
+        self, hasher: PrefixHasher, opened: hf_state.Opened | None, replay: Replay
+    ) -> tuple[int, Any]:
+        """(blocks that are of use, their rows); a state limits them to its position."""
+        # A state is the whole window and a cache of transformers takes nothing back, so that, other
+        # than in kvfs.state, no ring is left to compute: one token is.
+        most = (opened.tokens if opened else max(0, hasher.n_tokens - 1)) // self.ns.block_tokens
         try:
             plan = self.store.check(self.ns, hasher)
         except InputError:
             raise
         except KvfsError as e:
             log.warning("%s: cannot check: %s", self.ns.name, e)
-            return 0, {}
-        wanted = min(blocks, plan.stored_blocks)
-        if not wanted or (whole and wanted < blocks):
-            log.info("%s: %s", self.ns.name, plan.reason)
-            return 0, {}
+            return 0, None
+        wanted = min(most, plan.stored_blocks)
+        if not self._useful(wanted, opened, replay):
+            log.info("%s: a miss: %d blocks stored, %s", self.ns.name, wanted, plan.reason)
+            return 0, None
         rows = hf_copy.new_rows(self.layout, wanted)
         result = self.store.fetch(self.ns, plan, hasher, rows.view(-1).numpy(), blocks=wanted)
         if result.reason is not None:
             log.info("%s: %s at block %d", self.ns.name, result.reason, result.blocks)
-        if not result.blocks or (whole and not result.complete):
-            return 0, {}
-        return result.blocks, hf_copy.scatter(self.layout, rows[: result.blocks])
+        if not self._useful(result.blocks, opened, replay):
+            return 0, None
+        return result.blocks, rows[: result.blocks]
 
     # both
 
-    def prefill(self, input_ids: Any, state: bytes | None = None) -> Prefilled:
+    def prefill(
+        self, input_ids: Any, state: bytes | None = None, *, replay: Replay = "exact"
+    ) -> Prefilled:
         """Loads what is stored of a prompt, computes and saves the other whole blocks.
+
+        input_ids, state, replay: as for `load`.
 
         The cache ends at the last block that leaves a token to compute, which is where a hybrid
         model's state can be taken; `model.generate(input_ids, past_key_values=cache)` goes on.
         Runs the model without gradients. Raises InputError.
         """
         ids = torch.as_tensor(_one_sequence(input_ids), dtype=torch.long)
-        cache, hit = self.load(ids, state)
+        cache, hit = self.load(ids, state, replay=replay)
         end = max(0, len(ids) - 1) // self.ns.block_tokens * self.ns.block_tokens
         if end > hit:
             forward(self.model, ids[None, hit:end].to(self.model.device), cache)

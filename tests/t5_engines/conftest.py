@@ -1,8 +1,51 @@
-"""The helper modules beside the tests of engines can be imported: they are scripts as well."""
+"""Fixtures of the tests of engines.
+
+The modules beside this one can be imported: they are scripts of child processes as well. None is
+imported here, so that tests of one engine run where another is not installed.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfs import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Iterator[Store]:
+    """A new store in `store_dir`."""
+    with Store.init(store_dir) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Any]:
+    """A process that restores caches of transformers models, for a whole module."""
+    from hf_support import Child
+
+    child = Child()
+    yield child
+    child.close()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """A tiny Llama; must not be changed."""
+    from tiny_models import build
+
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def mistral() -> Any:
+    """A tiny Mistral, whose layers all slide, with a window of 200; must not be changed."""
+    from tiny_models import build
+
+    return build("mistral")

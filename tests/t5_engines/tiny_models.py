@@ -67,7 +67,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 STORED = [name for name in ARCHITECTURES if name != "lfm2"]
 
 
-def build(name: str, *, dtype: str = "float32", seed: int = 0, **changes: Any) -> Any:
+def build(
+    name: str, *, dtype: str = "float32", seed: int = 0, attention: str = "eager", **changes: Any
+) -> Any:
     """A model of an architecture. The same arguments give the same weights in every process."""
     fields = {**_BASE, **ARCHITECTURES[name], **changes}
     if name == "deepseek_v4":
@@ -76,7 +78,7 @@ def build(name: str, *, dtype: str = "float32", seed: int = 0, **changes: Any) -
     model = AutoModelForCausalLM.from_config(
         config,
         dtype=getattr(torch, dtype),
-        attn_implementation="eager",
+        attn_implementation=attention,
         experts_implementation="eager",
     ).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,138 @@
+"""The state of models with sliding windows: taken, refused, and made anew by a replay."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import tiny_models
+import torch
+from hf_support import BLOCK, HELD, IDS, LOGGER, cache_store, filled, noise, overwrite
+from transformers import DynamicCache, cache_utils
+
+from kvfs import Store
+from kvfs.connectors import hf_copy
+from kvfs.errors import InputError
+
+# taken and refused
+
+
+def test_a_state_can_be_taken_as_long_as_the_window_is_whole(store: Store, mistral: Any) -> None:
+    cs = cache_store(store, mistral)
+    short = IDS[:, :199]  # window 200: nothing dropped yet
+    cache = filled(mistral, short)
+    cs.save(short, cache)
+    state = cs.state(short, cache)
+    ids = IDS[:, :230]
+    loaded, tokens = cs.load(ids, state)
+    assert tokens == BLOCK
+    at_block = filled(mistral, ids[:, :BLOCK])
+    expected = tiny_models.logits(mistral, ids, at_block)
+    assert torch.allclose(tiny_models.logits(mistral, ids, loaded), expected, atol=1e-5)
+    assert cs.state(IDS, filled(mistral, IDS)) is None, "it has gone on, and dropped what is needed"
+
+
+def test_blocks_without_a_state_are_a_miss(store: Store, mistral: Any) -> None:
+    cs = cache_store(store, mistral)
+    cs.prefill(IDS)
+    cache, tokens = cs.load(IDS)
+    assert tokens == 0
+    whole = tiny_models.logits(mistral, IDS, DynamicCache(config=mistral.config))
+    assert torch.equal(tiny_models.logits(mistral, IDS, cache), whole)
+
+
+def test_a_state_without_its_blocks_is_a_miss(store: Store) -> None:
+    model = tiny_models.build("gpt_oss")
+    cs = cache_store(store, model)
+    state = cs.prefill(IDS).state
+    store.remove(cs.ns, IDS[0], from_block=1)
+    assert cs.load(IDS, state)[1] == 0
+
+
+def test_a_state_that_does_not_fit_is_a_miss(
+    store: Store, mistral: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cs = cache_store(store, mistral)
+    other = cache_store(store, mistral, weights="another revision")
+    state = cs.prefill(IDS).state
+    assert state is not None and cs.load(IDS, state)[1] == HELD
+    flipped = bytearray(state)
+    flipped[-1] ^= 1
+    elsewhere = IDS.clone()
+    elsewhere[0, 0] += 1
+    for why, bad in {
+        "state damaged": bytes(flipped), "state too short": state[:63],
+        "state of an unknown format": b"X" + state[1:], "state of another model":
+        other.state(IDS[:, :HELD], filled(mistral, IDS[:, :HELD])),
+        "state of other tokens": cs.prefill(elsewhere).state,
+    }.items():  # fmt: skip
+        caplog.clear()
+        with caplog.at_level(logging.INFO, LOGGER):
+            assert cs.load(IDS, bad)[1] == 0
+        assert why in caplog.text
+
+
+# made anew
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "attention"),
+    [
+        ("mistral", 16, "eager"), ("gemma3_text", 16, "sdpa"), ("gemma3_text", 64, "eager"),
+        ("gpt_oss", 128, "eager"), ("deepseek_v4", 16, "eager"),
+    ],
+)  # fmt: skip
+def test_a_replay_gives_what_was_computed(
+    name: str, window: int, attention: str, store: Store
+) -> None:
+    model = tiny_models.build(name, sliding_window=window, attention=attention)
+    cs = cache_store(store, model)
+    ids = tiny_models.prompt(461)
+    in_memory = tiny_models.logits(model, ids, cs.prefill(ids).cache)
+    written = store.stats()["put_blocks"]
+    table = dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING)
+
+    cache, tokens = cs.load(ids)
+    assert tokens == 3 * BLOCK
+    assert torch.allclose(tiny_models.logits(model, ids, cache), in_memory, atol=1e-5)
+    assert store.stats()["put_blocks"] == written, "a replay writes no block"
+    assert table == cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+    assert cs.load(ids, replay="never")[1] == 0
+
+
+def test_a_replay_of_one_window_is_an_approximation(store: Store) -> None:
+    model = tiny_models.build("gpt_oss")  # window 128 in layers 0 and 2
+    cs = cache_store(store, model)
+    ids = tiny_models.prompt(461)
+    cache = cs.prefill(ids).cache
+    loaded, tokens = cs.load(ids, replay="window")
+    assert tokens == 3 * BLOCK
+    for layer, exact in ((0, True), (1, True), (2, False), (3, True)):
+        ours, theirs = loaded.layers[layer].keys, cache.layers[layer].keys
+        assert torch.allclose(ours, theirs, atol=1e-5) == exact, layer
+    ours, theirs = (tiny_models.logits(model, ids, c) for c in (loaded, cache))
+    print(f"logits differ by {(ours - theirs).abs().max():.2g} of a spread of {theirs.std():.2g}")
+
+
+def test_a_replay_stops_at_a_damaged_block(store: Store, store_dir: Path) -> None:
+    model = tiny_models.build("gemma3_text", sliding_window=16)
+    cs = cache_store(store, model)
+    ids = tiny_models.prompt(461)
+    cache = cs.prefill(ids).cache
+    row = hf_copy.gather(cs.layout, cache, 2, 3)[0]
+    overwrite(store_dir, row, noise(row))
+    loaded, tokens = cs.load(ids)
+    assert tokens == 2 * BLOCK
+    in_memory = tiny_models.logits(model, ids, cache)
+    assert torch.allclose(tiny_models.logits(model, ids, loaded)[BLOCK:], in_memory, atol=1e-5)
+
+
+def test_a_replay_has_three_forms(store: Store, mistral: Any) -> None:
+    with pytest.raises(InputError, match="exact, window or never"):
+        cache_store(store, mistral).load(IDS, replay="bounded")  # type: ignore[arg-type]
