@@ -125,8 +125,10 @@ def as_u32(tokens: Any) -> memoryview:
     """Returns the token ids as bytes: 4 each, unsigned, little-endian; without a copy if it can.
 
     tokens: a flat sequence of ids in [0, 2**32): numpy or torch integers of any width, array.array,
-    list or tuple of int, or a bytes-like object that already holds 4-byte little-endian ids.
-    Raises InputError for anything else: nested, float, bool, negative, too large, partial bytes.
+    list or tuple of int, or a bytes-like object (bytes, bytearray, memoryview, mmap) that already
+    holds 4-byte little-endian ids. Raises InputError for anything else: nested, float, negative,
+    too large, partial bytes. (A bool in a list is the int it is: to look at each would cost more
+    than the conversion.)
     """
     ready = _as_it_is(tokens)
     return _converted(tokens) if ready is None else ready
@@ -146,7 +148,7 @@ def _as_it_is(tokens: Any) -> memoryview | None:
     view = _flat(tokens)
     if view is None:
         return None
-    if view.format in ("B", "b", "c"):
+    if view.format in ("B", "c") and not _is_array(tokens):
         if view.nbytes % TOKEN_BYTES:
             raise InputError(
                 f"token bytes are 4 little-endian bytes each; got {view.nbytes} bytes, no multiple"
@@ -155,6 +157,11 @@ def _as_it_is(tokens: Any) -> memoryview | None:
     if view.format in ("I", "<I", "L") and view.itemsize == 4 and sys.byteorder == "little":
         return view.cast("B")
     return None
+
+
+def _is_array(tokens: Any) -> bool:
+    """Whether one-byte elements are ids, one each, and not the bytes of ids."""
+    return isinstance(tokens, array.array) or hasattr(tokens, "dtype")
 
 
 def _converted(tokens: Any) -> memoryview:
