@@ -1,0 +1,41 @@
+"""The examples of docs/transformers.md are run, on a tiny model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import tiny_models
+from hf_support import HELD, IDS
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_the_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    names: dict[str, Any] = {
+        "model": tiny_models.build(name, pad_token_id=0),
+        "tokenizer": PreTrainedTokenizerFast(tokenizer_object=words),
+        "input_ids": IDS,
+    }
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(examples) == 3
+    try:
+        for example in examples:
+            exec(compile(example, str(PAGE), "exec"), names)
+    finally:
+        names["store"].close()
+    assert names["hit_tokens"] == 0 and names["output"].shape[1] > IDS.shape[1]
+    assert names["n"] == (0 if names["cs"].hybrid else HELD) and names["saved"] == HELD
+    assert names["again"].hit_tokens == HELD
