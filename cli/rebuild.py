@@ -28,6 +28,7 @@ MANUAL = {
     source -- journals or segments
     entries -- entries applied
     segments, runs, blocks -- what the index holds now
+    waiting -- runs out of sight until the block before them is stored
     newer -- journals and segments of a version this kvfs does not read; they are left alone
     unmentioned -- list of segments that no journal tells of
     skipped -- list of what could not be read, or not to its end, and why
