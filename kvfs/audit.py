@@ -202,8 +202,9 @@ def _misfit(trailer: Trailer, shape: Shape, run: Run, i: int) -> str | None:
 
 def _nonzero(data: bytes, offset: int) -> int | None:
     """The offset of the first byte that is not zero; `data` is what stands at `offset`."""
-    rest = data.lstrip(b"\0")
-    return offset + len(data) - len(rest) if rest else None
+    if data == bytes(len(data)):  # ten times as fast as the search
+        return None
+    return offset + len(data) - len(data.lstrip(b"\0"))
 
 
 def _stretches(runs: list[Run]) -> Iterator[list[Run]]:

@@ -15,7 +15,7 @@ from kvfs.frames import Entry
 from kvfs.journal import MAGIC, VERSION, JournalReader
 from kvfs.scan import names
 
-_READ = 4 << 20
+_READ = 1 << 20
 _READ_LIMIT = 128 << 20  # above the largest frame
 
 

@@ -17,6 +17,7 @@ from kvfs.backend.base import Buffer, OpenFile, read_into, write_all
 # One call moves at most 0x7ffff000 bytes on Linux; read_into and write_all loop over the rest.
 _FILE_MODE = 0o600
 _DIR_MODE = 0o700
+_LOAD_BYTES = 1 << 16
 
 
 class PosixBackend:
@@ -92,14 +93,17 @@ class PosixBackend:
 
     def load(self, path: str, limit: int) -> bytes:
         file = self.open(path)
+        data = bytearray()
         try:
-            data = bytearray(limit + 1)
-            n = read_into(self, file, [memoryview(data)], 0)
+            while len(data) <= limit:
+                chunk = bytearray(min(_LOAD_BYTES, limit + 1 - len(data)))
+                n = read_into(self, file, [memoryview(chunk)], len(data))
+                data += chunk[:n]
+                if n < len(chunk):
+                    return bytes(data)
         finally:
             self.close(file)
-        if n > limit:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-        return bytes(data[:n])
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
 
     def replace(self, path: str, data: bytes) -> None:
         temporary = self._write_beside(path, data)

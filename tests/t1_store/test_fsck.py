@@ -388,6 +388,7 @@ def test_bad_records_are_cut_after_a_rebuild_too(stock: Stock) -> None:
 # files nobody needs
 
 
+@pytest.mark.expect_logs("the journals are gone")
 def test_orphans_copies_and_strangers(stock: Stock) -> None:
     stock.put(A)
     (segment,) = stock.store.index.segments()
