@@ -12,11 +12,12 @@ File header, 64 bytes, little-endian; frames (kvfs.frames) follow:
   48      8     time made, milliseconds since 1970 UTC
   56      8     xxh3-64 of the 56 bytes before
 
-The seed of its frames is the first 8 bytes of the writer id plus the number. A journal is written
-by one process only, front to back, never reopened; readers take whole, sound frames and stop at the
-first that is not. A reader goes on to the next journal once it has read this one to the end that
-the next one names: a shared file system may show a new file before an old one's last bytes. The
-caller serialises calls to a JournalWriter.
+The seed of its frames is the number in the first 8 bytes of the writer id plus 2^40 times the
+journal's number, which no offset reaches. A journal is written by one process only, front to back,
+never reopened; readers take whole, sound frames and stop at the first that is not. A reader goes on
+to the next journal once it has read this one to the end that the next one names: a shared file
+system may show a new file before an old one's last bytes. The caller serialises calls to a
+JournalWriter.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def journal_path(writer: str, number: int) -> str:
 
 
 def frame_seed(writer_id: bytes, number: int) -> int:
-    return int.from_bytes(writer_id[:8], "little") + number
+    return int.from_bytes(writer_id[:8], "little") + (number << 40)
 
 
 @dataclass(frozen=True, slots=True)

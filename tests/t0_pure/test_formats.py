@@ -278,7 +278,7 @@ def test_journal() -> None:
     mine = packed("journal-header", values, 64)
     assert mine == journal.Header(WRITER, 3, 4711, STORE, TIME).encode()
     # The first entry of the journal, from the page's words on its seed.
-    seed = int.from_bytes(WRITER[:8], "little") + 3
+    seed = int.from_bytes(WRITER[:8], "little") + 3 * 2**40
     assert seed == journal.frame_seed(WRITER, 3)
     assert journal.HEADER_BYTES == 64 and journal.ROLL_BYTES == 64 << 20
     assert journal.IDLE_SECONDS == 3600
