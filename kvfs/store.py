@@ -19,7 +19,6 @@ from typing import Any
 from kvfs import chain
 from kvfs.backend import Backend, PosixBackend
 from kvfs.catalog import TtlClass, namespace_path
-from kvfs.chain import PrefixHasher
 from kvfs.config import MARKER, StoreConfig, check_alive, check_class, load_config
 from kvfs.errors import BackendError, ConfigError, FormatError, InputError, KvfsError
 from kvfs.fetch import FetchResult, Reader
@@ -33,7 +32,7 @@ from kvfs.index.place import default_root, remember, require_local
 from kvfs.layout import Identity
 from kvfs.local import LocalStore
 from kvfs.namespace import Namespace
-from kvfs.plan import Plan
+from kvfs.plan import Extent, Plan
 from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
@@ -188,9 +187,25 @@ class Store(LocalStore):
         self._count("fetch_bytes", result.blocks * ns.row_bytes)
         if result.reason is not None:
             self._count(f"fetch_miss.{result.reason.replace(' ', '_')}")
-            if result.lasting and self._marker_in_place():
-                self._forget(ns, plan, hasher, result.blocks)
+            if result.lasting:
+                self.report_bad(ns, plan, hasher, result.blocks)
         return result
+
+    def report_bad(self, ns: Namespace, plan: Plan, tokens: Any, block: int) -> bool:
+        """Tells that a block of a plan is bad or gone, as a fetch found out (`lasting`).
+
+        This host's index forgets it, and what follows in its run, at once, so that the next check
+        is right and the block can be stored again; nothing, if the whole store is away. Returns
+        whether it did. Raises InputError for a block that is not in the plan.
+        """
+        extent = next((e for e in plan.extents if e.block <= block < e.block + e.count), None)
+        if extent is None:
+            raise InputError(f"block {block} is not in the plan")
+        if not self._marker_in_place():
+            return False
+        self._count("blocks_reported_bad")
+        self._forget(ns, extent, ns.as_hasher(tokens).digest(extent.block + 1), block)
+        return True
 
     def _marker_in_place(self) -> bool:
         """A whole store that is away looks like all its segments missing: forget nothing then."""
@@ -201,10 +216,8 @@ class Store(LocalStore):
             return False
         return True
 
-    def _forget(self, ns: Namespace, plan: Plan, hasher: PrefixHasher, block: int) -> None:
+    def _forget(self, ns: Namespace, extent: Extent, head: bytes, block: int) -> None:
         """Takes a block and what follows in its run out of this host's index."""
-        extent = next(e for e in plan.extents if e.block <= block < e.block + e.count)
-        head = hasher.digest(extent.block + 1)
 
         def shorten(applier: Applier) -> None:
             run = applier.run(ns.number, head)
