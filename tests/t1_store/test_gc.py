@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from kvfs.backend import PosixBackend
 from kvfs.errors import BackendError, BusyError, NoStoreError
+from kvfs.fsck import fsck
 from kvfs.gc import Collector, GcResult
 from kvfs.index.schema import CUTS, DROPPED, GONE, LIVE, scan_copies
 from kvfs.lease import Holder, Lease
@@ -25,7 +27,7 @@ from kvfs.rebuild import rebuild
 from kvfs.store import Store
 from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.indexcheck import index_faults
-from kvfs.testing.stock import START, Stock, tokens
+from kvfs.testing.stock import START, Clock, Stock, tokens
 
 DAY = 86400.0
 A, B, C = tokens(1, 40), tokens(2, 40), tokens(3, 40)
@@ -658,3 +660,92 @@ def test_disk_use_and_index_agree_over_many_days(stock: Stock) -> None:
     collect(stock)
     assert files(stock) == [] and states(stock) == []
     assert stock.store.index.counters()["blocks"] == 0
+
+
+# everybody at once
+
+PROCESS = """
+import random, select, sys
+from kvfs.errors import KvfsError
+from kvfs.gc import Collector
+from kvfs.store import Store
+from kvfs.testing.stock import Clock, Stock, tokens
+
+role, path, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+store = Store.open(path)
+stock = Stock(store, store.namespaces()[0], Clock())
+rng = random.Random(number)
+
+def told_to_stop():
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+def write(i):
+    seed = number * 10_000 + i
+    result = stock.put(tokens(seed, 40), ttl_class="brief" if i % 2 else "chatbot")
+    assert result.complete, result
+    if i % 2 == 0:
+        print(seed, flush=True)
+
+def read(i):
+    store.catch_up()
+    stock.good(tokens(rng.randrange(1, 3) * 10_000 + rng.randrange(200), 40))
+
+def collect(i):
+    try:
+        Collector(store, force=True).run()
+    except KvfsError as e:
+        assert e.exit_code == 5, e
+
+work, i = {"write": write, "read": read, "collect": collect}[role], 0
+while not told_to_stop():
+    work(i)
+    i += 1
+store.close()
+"""
+
+
+def start(stock: Stock, role: str, number: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, role, stock.store.path, str(number)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_writers_readers_and_collectors_that_are_killed(store_dir: Path) -> None:
+    """No reader meets a wrong byte, no stored block is lost before its time, nothing is left."""
+    # Large enough for any clock: these processes live in real time.
+    stock = Stock.make(
+        store_dir, clock=Clock(time.time()), grace_seconds=0.2, segment_bytes=1 << 16
+    )
+    stock.store.define_class("brief", 1)
+    others = [start(stock, role, n) for role in ("write", "read") for n in (1, 2)]
+    rng = random.Random(3)
+    killed = 0
+    for n in range(25):
+        collector = start(stock, "collect", n)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            collector.wait(0.3 + rng.random() * 0.4)
+        killed += collector.returncode is None
+        collector.kill()
+        collector.communicate()
+    kept: list[int] = []
+    for process in others:
+        out, err = process.communicate("stop\n")
+        assert process.returncode == 0, err
+        kept += map(int, out.split())
+    assert killed > 15 and len(kept) > 20 and GONE in states(stock)
+    stock.clock.now = time.time()
+    stock.store.catch_up()
+    assert all(stock.good(tokens(seed, 40)) == 10 for seed in kept)
+    report = fsck(stock.store)
+    assert not report.damaged and report.counts.keys() <= {"unsealed", "dropped"}, report.findings
+    stock.clock.now += 10
+    collect(stock, force=True, wait=True)
+    assert all("/chatbot/" in path for path in files(stock))
+    stock.clock.now += 8 * DAY
+    collect(stock, force=True, wait=True)
+    collect(stock)
+    assert files(stock) == []
+    stock.close()
