@@ -13,8 +13,9 @@ import errno
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvfs.chain import HASH_BYTES
 from kvfs.vfs.line import Line
 from kvfs.vfs.node import (
     SHORT_HASH,
@@ -36,6 +37,10 @@ from kvfs.vfs.where import stale
 GONE_SECONDS = 5.0
 
 
+def _key(folder: Folder) -> tuple[bytes, bytes]:
+    return folder.ns.nsid, folder.head
+
+
 def refused(code: int) -> OSError:
     return OSError(code, os.strerror(code))
 
@@ -47,6 +52,8 @@ class _Departed:
     folder: Folder
     first: int
     until: float
+    removed: set[bytes] = field(default_factory=set)
+    """The names that were removed since: these are gone for good."""
 
 
 class Changes:
@@ -65,14 +72,16 @@ class Changes:
         if not isinstance(directory, Folder):
             raise refused(errno.EPERM)
         if name == TOKENS:
+            self._removed(directory, name)
             return  # it goes with its blocks, and must not keep `rm -r` from removing them
         number = parse_block(name)
         place = None if number is None else self.tree.where.place(directory, number)
-        if number is None or (place is None and not self._covers(directory, number)):
+        if number is None or (place is None and not self._lingers(directory, number, name)):
             raise refused(errno.ENOENT)
         if place is not None:
             self._note(directory, number)
             self.store.remove_blocks(directory.ns, place.head, place.at)
+        self._removed(directory, name)
 
     def rmdir(self, directory: Directory, name: bytes) -> None:
         """Removes a folder whose blocks are gone, which has happened already."""
@@ -81,58 +90,72 @@ class Changes:
         entry = self.tree.lookup(directory, name)
         if entry is not None:
             raise refused(errno.ENOTEMPTY if isinstance(entry.node, Folder) else errno.EPERM)
+        gone = self.gone_entry(directory, name)
+        with self._lock:
+            if gone is not None and isinstance(gone.node, Folder):
+                self._departed.pop(_key(gone.node), None)
+        if isinstance(directory, Folder):
+            self._removed(directory, name)
 
     def _note(self, folder: Folder, first: int) -> None:
-        key = (folder.ns.nsid, folder.head)
         now = time.monotonic()
         with self._lock:
             self._departed = {k: d for k, d in self._departed.items() if d.until > now}
-            old = self._departed.get(key)
-            first = first if old is None else min(first, old.first)
-            self._departed[key] = _Departed(folder, first, now + GONE_SECONDS)
+            known = self._departed.setdefault(_key(folder), _Departed(folder, first, now))
+            known.first = min(first, known.first)
+            known.until = now + GONE_SECONDS
+            known.removed.clear()
 
-    def _covers(self, folder: Folder, number: int) -> bool:
-        """A block of this number went when another was evicted, a moment ago."""
+    def _removed(self, folder: Folder, name: bytes) -> None:
         with self._lock:
-            found = self._departed.get((folder.ns.nsid, folder.head))
-            now = time.monotonic()
-            if found is None or found.until <= now or number < found.first:
+            known = self._departed.get(_key(folder))
+            if known is not None:
+                known.removed.add(name)
+
+    def _lingers(self, folder: Folder, number: int, name: bytes = b"") -> bool:
+        """A block of this number went when another was evicted, a moment ago; its name stays."""
+        now = time.monotonic()
+        with self._lock:
+            known = self._departed.get(_key(folder))
+            if known is None or known.until <= now or number < known.first:
                 return False
-            found.until = now + GONE_SECONDS
-            return True
+            known.until = now + GONE_SECONDS
+            return name not in known.removed
 
     def is_gone(self, folder: Folder) -> bool:
         """The folder itself went so: it still is an empty directory for a moment."""
         at: Folder | None = folder
         while at is not None:
-            if self._covers(at, at.block):
+            if self._lingers(at, at.block):
                 return True
-            if at.parent is not None and self._covers(at.parent, at.block - 1):
+            if at.parent is not None and self._lingers(at.parent, at.block - 1):
                 return True
             at = at.parent
         return False
 
     def gone_entry(self, directory: Directory, name: bytes) -> Entry | None:
-        """What stands for a name that went so; None if it did not."""
+        """What stands for a name that went so; None if it did not, or was removed since."""
         if isinstance(directory, Folder):
             number = directory.block if name == TOKENS else parse_block(name)
-            if number is not None and self._covers(directory, number):
+            if number is not None and self._lingers(directory, number, name):
                 ino = gone_ino(directory.ns.nsid, directory.head, name)
                 return Entry(name, BlockFile(directory, number), Stat(ino, False, 0, 0, 0))
         named = parse_folder(name)
-        folder = None if named is None else self._gone_folder(directory, *named)
+        folder = None if named is None else self._gone_folder(directory, name, *named)
         return None if folder is None else Entry(name, folder, self.gone_stat(folder))
 
-    def _gone_folder(self, directory: Directory, block: int, part: bytes) -> Folder | None:
+    def _gone_folder(
+        self, directory: Directory, name: bytes, block: int, part: bytes
+    ) -> Folder | None:
         parent = directory if isinstance(directory, Folder) else None
         with self._lock:
             known = [d.folder for d in self._departed.values()]
         for folder in known:
             if folder.head.startswith(part[:SHORT_HASH]) and folder.parent is parent:
-                return folder if self.is_gone(folder) else None
-        if parent is None or not self._covers(parent, block - 1):
+                return folder if self._lingers(folder, block) else None
+        if parent is None or not self._lingers(parent, block - 1, name):
             return None
-        return Folder(parent.ns, part.ljust(16, b"\0"), block, parent)
+        return Folder(parent.ns, part.ljust(HASH_BYTES, b"\0"), block, parent)
 
     def gone_stat(self, folder: Folder) -> Stat:
         return Stat(folder_ino(folder.ns.nsid, folder.head), True, 0, 0, 0)

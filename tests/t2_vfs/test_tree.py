@@ -205,9 +205,9 @@ def test_a_chain_of_a_million_tokens_in_7812_runs(place: Garden) -> None:
 
 def test_forks_of_forks_to_any_depth(place: Garden) -> None:
     """Deeper than a recursion would get."""
-    hashes = chain(1500)
+    hashes = chain(1200)
     runs = []
-    for i in range(1500):
+    for i in range(1200):
         before = place.ns.root if i == 0 else hashes[(i - 1) * 16 : i * 16]
         # Each block is followed by a line of its own first, so that the chain we walk forks off.
         runs.append((i, before, hashes[i * 16 : (i + 1) * 16]))
@@ -216,7 +216,7 @@ def test_forks_of_forks_to_any_depth(place: Garden) -> None:
     phantom_runs(place.store, place.ns, runs)
     head = hashes[:16]
     folder = next(f for f in place.folders(place.space) if f.head == head)
-    for i in range(1, 1500):
+    for i in range(1, 1200):
         forks = [f for f in place.folders(folder) if f.head == hashes[i * 16 : (i + 1) * 16]]
         if not forks:
             break
