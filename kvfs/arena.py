@@ -84,12 +84,15 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Maps somebody else's arena for reading. Takes over the descriptor. Raises ConfigError."""
+        """Maps somebody else's arena for reading; closes the descriptor. Raises ConfigError."""
         try:
-            return cls(fd, os.fstat(fd).st_size, writable=False)
+            arena = cls(fd, os.fstat(fd).st_size, writable=False)
         except (OSError, ValueError) as e:
-            os.close(fd)
             raise ConfigError(f"the fetcher's arena cannot be mapped: {e}") from e
+        finally:
+            os.close(fd)
+        arena.fd = -1
+        return arena
 
     def reader_fd(self) -> int:
         """A new descriptor of the arena that can only be mapped for reading."""
@@ -97,16 +100,16 @@ class Arena:
 
     def close(self) -> None:
         """May be called twice. Views that callers hold keep the memory until they are gone."""
-        if self.fd < 0:
-            return
-        if self.path is not None:
+        path, self.path = self.path, None
+        if path is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+                os.unlink(path)
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
-        os.close(self.fd)
-        self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 # making one

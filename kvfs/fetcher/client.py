@@ -258,6 +258,11 @@ class FetchClient:
                 self._process.kill()
                 self._process.wait()
 
+    def __del__(self) -> None:
+        # Of a client that was replaced, when the last of its tickets is gone.
+        with contextlib.suppress(AttributeError):
+            self._sock.close()
+
     def __enter__(self) -> FetchClient:
         return self
 

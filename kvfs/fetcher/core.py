@@ -84,7 +84,7 @@ class Core:
     def admit(
         self, ticket: Ticket, pieces: Sequence[Piece], *, checksums: bool = True, down: str = ""
     ) -> None:
-        """Takes a request in: finds what is here, queues what is not.
+        """Takes a request in: finds what is here, queues what is not, for `work_on`.
 
         If not all of it fits in the arena the ticket wants only what does. down: nothing is read,
         for this reason; what is here is served. Raises BusyError, BackendError (down, and nothing
@@ -99,7 +99,6 @@ class Core:
             ticket.generation = self._generations[ticket.slot]
             self.control.begin(ticket.slot, ticket.generation, ticket.wanted)
             self._unfinished += 1
-            self._work.notify_all()
         self._advance(ticket)
 
     def _take_in(self, ticket: Ticket, pieces: Sequence[Piece], checksums: bool, down: str) -> None:
@@ -224,6 +223,12 @@ class Core:
                 heapq.heappush(self._queue, (stretch.priority, next(self._order), stretch))
 
     # work out
+
+    def work_on(self) -> None:
+        """Wakes the workers. Apart from `admit`, so that the answer can go out first: a thread that
+        copies from the page cache does not give its processor back for milliseconds."""
+        with self._lock:
+            self._work.notify_all()
 
     def take(self) -> Stretch | None:
         """The next stretch to read; waits for one. None: the fetcher stops."""

@@ -187,7 +187,10 @@ class Server:
         elif not client.greeted:
             raise InputError("no HELLO")
         elif kind == wire.FETCH:
-            await _send(client.sock, self._fetch(client, body, number))
+            try:
+                await _send(client.sock, self._fetch(client, body, number))
+            finally:
+                self.core.work_on()
         elif kind == wire.RELEASE:
             ticket = client.tickets.pop(wire.parse_release(body), None)
             if ticket is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvfs.errors import InputError
@@ -44,6 +45,8 @@ class Ticket:
         self.first = first
         self.wanted = wanted
         self.ranges = ranges
+        self.when_bad: Callable[[int], None] | None = None
+        """Called at `release` if the ticket ended `lasting`, with the number of the bad block."""
         self._client = client
         self._hasher = hasher
         self._slot, self._generation = key
@@ -183,9 +186,11 @@ class Ticket:
                 return
             self._released = True
             self._end = self._end or ("cancelled", False)
-            self._good = 0
+            bad, self._good = self.first + self._good, 0
         if self._client is not None:
             self._client.release(self._slot, self._generation)
+        if self.lasting and self.when_bad is not None:
+            self.when_bad(bad)
 
     cancel = release
 
