@@ -29,8 +29,9 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
         " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.lease kvfs.findings"
         " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
-        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena kvfs.fetcher"
+        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena"
         " kvfs.following",
+        "kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
         "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve"
         " kvfs.connectors kvfs.gpu",
@@ -52,7 +53,7 @@ HEAVY = {"click", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio"}
 # The index lies on a local disk and takes care of its own files; arena and fetcher use memory;
 # benchmarks also measure what the file system does without kvfs.
 STORAGE_USERS = {
-    "kvfs.arena", "kvfs.backend", "kvfs.bench", "kvfs.cli", "kvfs.fetcher", "kvfs.index",
+    "kvfs.arena", "kvfs.backend", "kvfs.bench", "kvfs.cli", "kvfs.fetcher", "kvfs.index", "kvfs.state",
     "kvfs.testing",
 }  # fmt: skip
 STORAGE_CALLS = {"pread", "preadv", "pwrite", "pwritev", "fdatasync", "fsync", "posix_fallocate"}
