@@ -249,6 +249,8 @@ def _decode(kind: int, body: memoryview) -> Entry | None:
 
 def _namespace(body: memoryview) -> NamespaceEntry:
     (n,) = struct.unpack_from("<I", body, 16)
+    if 20 + n > len(body):
+        raise ValueError("identity beyond the body")
     return NamespaceEntry(bytes(body[:16]), bytes(body[20 : 20 + n]).decode())
 
 
@@ -277,7 +279,8 @@ def _run(body: memoryview) -> RunEntry:
 
 def _renew(body: memoryview) -> RenewEntry:
     name, at = _take_string(body, _RENEW.size)
-    fields: tuple[Any, ...] = (*_RENEW.unpack_from(body), name, bool(body[at]))
+    (force,) = struct.unpack_from("<?", body, at)
+    fields: tuple[Any, ...] = (*_RENEW.unpack_from(body), name, force)
     return RenewEntry(*fields)
 
 

@@ -8,27 +8,23 @@ a clock, restarts and rebuilds, and several hosts on one store directory.
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
 
 from kvfs.catalog import TtlClass
 from kvfs.chain import HASH_BYTES
-from kvfs.errors import SpaceError
 from kvfs.frames import CutEntry, DropEntry, Entry, NamespaceEntry, RunEntry, SegmentEntry
 from kvfs.index import Index
 from kvfs.index import placer as placer_module
@@ -36,8 +32,7 @@ from kvfs.namespace import Namespace
 from kvfs.put import Putter
 from kvfs.removal import cuts_for
 from kvfs.segment_writer import Written
-from kvfs.store import Store
-from kvfs.testing.blocks import first_wrong, payloads, small_identity
+from kvfs.testing.blocks import small_identity
 from kvfs.testing.indexcheck import index_faults
 
 IDENTITY = small_identity(block_tokens=1, row_bytes=16)
@@ -86,10 +81,10 @@ class Paper:
         )  # fmt: skip
         self.host.publish([entry])
 
-    def write_run(self, ns: Any, run: Any, payloads: list[Any], *_: Any) -> Written:
+    def write_run(self, ns: Any, run: Any, rows: list[Any], *_: Any) -> Written:
         if self._slot >= self.room:
             self.begin_segment(1000)
-        count = min(len(payloads), self.room - self._slot)
+        count = min(len(rows), self.room - self._slot)
         header = SimpleNamespace(segment_id=self.segment_id())
         written = Written(SimpleNamespace(header=header), self._slot, count, None)  # type: ignore[arg-type]
         self._slot += count + self.host.number % 2
