@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
         " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.lease kvfs.findings"
+        " kvfs.renewal"
         " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
         "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena"
         " kvfs.following",
@@ -53,8 +54,8 @@ HEAVY = {"click", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio"}
 # The index lies on a local disk and takes care of its own files; arena and fetcher use memory;
 # benchmarks also measure what the file system does without kvfs.
 STORAGE_USERS = {
-    "kvfs.arena", "kvfs.backend", "kvfs.bench", "kvfs.cli", "kvfs.fetcher", "kvfs.index", "kvfs.state",
-    "kvfs.testing",
+    "kvfs.arena", "kvfs.backend", "kvfs.bench", "kvfs.cli", "kvfs.fetcher", "kvfs.index",
+    "kvfs.state", "kvfs.testing",
 }  # fmt: skip
 STORAGE_CALLS = {"pread", "preadv", "pwrite", "pwritev", "fdatasync", "fsync", "posix_fallocate"}
 
