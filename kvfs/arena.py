@@ -170,7 +170,9 @@ def _name(fd: int, directory: str, tag: str) -> str:
     # Random and not the pid: containers that share the directory have the same pids.
     name = f"{PREFIX}{os.geteuid()}-{tag or 'arena'}-{secrets.token_hex(4)}{SUFFIX}"
     path = os.path.join(directory, name)
-    os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+    # A directory makes it linkat(2), which follows /proc's link to the file; link(2) does not. What
+    # directory does not matter, since the path is absolute.
+    os.link(f"/proc/self/fd/{fd}", os.path.abspath(path), src_dir_fd=fd, follow_symlinks=True)
     return path
 
 

@@ -78,7 +78,8 @@ def runtime_dir() -> str:
 
 def socket_path(store: bytes) -> str:
     """Where the shared fetcher of a store (by its uuid) listens."""
-    return os.path.join(runtime_dir(), f"{store.hex()}.sock")
+    # Shortened: the path of a socket has 107 bytes at most.
+    return os.path.join(runtime_dir(), f"{store.hex()[:16]}.sock")
 
 
 def find(store: bytes, *, timeout: float | None = None) -> FetchClient | None:
