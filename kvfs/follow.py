@@ -200,15 +200,21 @@ def _timed(
         yield latest, stream, i, step
 
 
-def _time(step: _Step) -> int:
-    entry = step.entry
+def entry_ms(entry: Entry | None) -> int | None:
+    """When what an entry tells happened, or None if it does not say."""
     if isinstance(entry, RunEntry):
         return entry.written_ms
     if isinstance(entry, SegmentEntry):
         return entry.created_ms
     if entry is None or isinstance(entry, NamespaceEntry | ClassEntry):
-        return step.created_ms  # not before the journal, and before what others made of it
+        return None
     return entry.when_ms
+
+
+def _time(step: _Step) -> int:
+    ms = entry_ms(step.entry)
+    # A name is not before its journal, and before what others made of it.
+    return step.created_ms if ms is None else ms
 
 
 def _rank(entry: Entry | None) -> int:

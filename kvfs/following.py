@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvfs.errors import KvfsError
 from kvfs.follow import Followed, Follower, writer_id_of
+from kvfs.history import adopt
 from kvfs.index.index import LAST
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Following:
 
     def turn(self) -> Followed:
         """One turn, on the caller's thread: looks at the writers that are due."""
+        if not self.turns:
+            adopt(self.store.backend, self.store.index, self.store.uuid)
         now = time.monotonic()
         if now - self._listed >= self.interval:
             self._list(now)

@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         " kvfs.renewal"
         " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
         "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena"
-        " kvfs.following",
+        " kvfs.following kvfs.lag kvfs.systemd",
         "kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
         "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve"

@@ -1,0 +1,66 @@
+"""What runs on every host that uses a store: `kvctl serve`, or a few lines in another process.
+
+Follows the other writers' journals, so that what they stored is a hit here. Threads do the work;
+`Service.run` waits for the signal to end. Nothing here answers checks: a router does that in its
+own process, on the same index.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from kvfs.following import INTERVAL_SECONDS, Following
+from kvfs.lag import lags
+from kvfs.store import Store
+from kvfs.systemd import notify
+
+
+class Service:
+    """The background work of one host for one open store. A context manager."""
+
+    def __init__(self, store: Store, *, interval: float = INTERVAL_SECONDS) -> None:
+        """interval: seconds between looks at a writer that has news."""
+        self.store = store
+        self.following = Following(store, interval)
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Service:
+        self.following.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.following.stop()
+
+    def end(self) -> None:
+        """Lets `run` return."""
+        self._ended.set()
+
+    def run(self) -> None:
+        """Serves until SIGTERM, SIGINT or `end`. Call it on the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._ended.set())
+        with self:
+            notify("READY=1")
+            self._ended.wait()
+            notify("STOPPING=1")
+
+
+def status(store: Store) -> dict[str, Any]:
+    """Where this host is: the index, and how far it is behind each writer.
+
+    Raises BackendError, IndexFault.
+    """
+    followed = lags(store.backend, store.index, store.uuid, store.now_ms())
+    counters = store.index.counters()
+    applied = sum(lag.offset for lag in followed)
+    unread = sum(lag.bytes for lag in followed)
+    return {
+        "store": store.path, "uuid": store.uuid.hex(), "blocks": counters.get("blocks", 0),
+        "writers": [lag.to_json() for lag in followed],
+        "followed": applied / (applied + unread) if applied + unread else 1.0,
+        "behind_records": sum(lag.records for lag in followed),
+        "behind_seconds": max((lag.seconds for lag in followed), default=0.0),
+        "problems": [f"{lag.writer}: {lag.problem}" for lag in followed if lag.problem],
+    }  # fmt: skip
