@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from kvfs.cli import common, output
@@ -29,8 +31,10 @@ def command(settings: Settings, lazy: bool, directory: str) -> None:
 
     If the mount is in use, says by whom and leaves it in place. umount(8) works as well.
     """
-    from kvfs.mountinfo import unmount
+    from kvfs.mountinfo import real_point, unmount
 
-    unmount(directory, lazy=lazy)
+    point = real_point(directory)
+    os.chdir("/")  # not to be what keeps the mount in use
+    unmount(point, lazy=lazy)
     if settings.as_json:
         output.json_line({"mount": directory})

@@ -158,6 +158,8 @@ def _fusermount(point: str, lazy: bool) -> int:
 def users(point: str) -> Iterator[tuple[int, str, str]]:
     """(pid, command, what) of processes that stand in a mount or have a file of it open."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
+        if int(pid) == os.getpid():
+            continue
         what = _use(f"/proc/{pid}", point)
         if what is not None:
             try:

@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvfs import mountinfo
-from kvfs.testing.mounts import SECONDS, Mounted, until, wait_ended
+from kvfs.testing.mounts import SECONDS, Mounted, mounted, until, wait_ended
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -31,6 +33,23 @@ def as_nobody(*command: str) -> subprocess.CompletedProcess[str]:
         ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--", *command],
         capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
+
+
+def require_mount_namespaces() -> None:
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace of its own here")
+
+
+@pytest.fixture
+def public() -> Iterator[Mounted]:
+    """A store in a place that other users get to, which pytest's directories are not."""
+    root = Path(tempfile.mkdtemp(prefix="kvfs-test-", dir="/tmp"))
+    root.chmod(0o755)
+    try:
+        with mounted(root / "kvfs") as made:
+            yield made
+    finally:
+        shutil.rmtree(root)
 
 
 # the end
@@ -190,8 +209,7 @@ def test_without_the_device(place: Mounted, prepare: str, text: str) -> None:
     """As in a container: everything else works there, `kvctl ls` shows the same."""
     place.put(1)
     inside = ["unshare", "-m", "sh", "-c", f'{prepare} && exec "$@"', "sh"]
-    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no mount namespace of its own here")
+    require_mount_namespaces()
     done = subprocess.run(
         [*inside, *place.command(*place.arguments())],
         capture_output=True, text=True, timeout=SECONDS, check=False,
@@ -208,40 +226,73 @@ def test_without_the_device(place: Mounted, prepare: str, text: str) -> None:
 
 
 @needs_root
-def test_others_see_it_only_if_they_may(place: Mounted) -> None:
-    place.put(1)
-    for path in (place.root, *place.root.parents):
-        if path == Path("/tmp"):
-            break
-        path.chmod(0o755)
+def test_others_see_it_only_if_they_may(public: Mounted) -> None:
+    public.put(1)
     block = "000000.kv"
-    place.mount()
-    assert "Permission denied" in as_nobody("ls", str(place.point)).stderr
-    assert place.umount().returncode == 0
-    place.mount("--allow-other")
-    assert place.ns.name in as_nobody("ls", str(place.point)).stdout
-    file = next(place.space.glob(f"*/{block}"))
+    public.mount()
+    assert "Permission denied" in as_nobody("ls", str(public.point)).stderr
+    assert public.umount().returncode == 0
+    public.mount("--allow-other")
+    assert public.ns.name in as_nobody("ls", str(public.point)).stdout
+    file = next(public.space.glob(f"*/{block}"))
     assert as_nobody("wc", "-c", str(file)).stdout.split()[0] == "300000"
-    assert place.umount().returncode == 0
-    place.mount("-oallow_other,umask=077")
-    assert "Permission denied" in as_nobody("ls", str(place.point)).stderr
-    assert place.umount().returncode == 0
-    place.mount(f"-oallow_other,umask=077,uid={NOBODY},gid={NOBODY}")
-    assert as_nobody("ls", str(place.point)).returncode == 0
+    assert public.umount().returncode == 0
+    public.mount("-oallow_other,umask=077")
+    assert "Permission denied" in as_nobody("ls", str(public.point)).stderr
+    assert public.umount().returncode == 0
+    public.mount(f"-oallow_other,umask=077,uid={NOBODY},gid={NOBODY}")
+    assert as_nobody("ls", str(public.point)).returncode == 0
 
 
 @needs_root
-def test_allow_other_of_who_may_not_names_the_file(place: Mounted) -> None:
-    for path in (place.root, *place.root.parents):
-        if path == Path("/tmp"):
-            break
-        path.chmod(0o755)
+def test_allow_other_of_who_may_not_names_the_file(public: Mounted) -> None:
     if as_nobody(sys.executable, "-c", "import kvfs, pyfuse3").returncode:
         pytest.skip("this checkout cannot be read by others")
     if "\nuser_allow_other" in Path("/etc/fuse.conf").read_text():
         pytest.skip("others are allowed here")
-    done = as_nobody(*place.command(*place.arguments("--allow-other")))
+    done = as_nobody(*public.command(*public.arguments("--allow-other")))
     assert done.returncode == 7 and "/etc/fuse.conf" in one_line(done.stderr)
+
+
+# The device lets everybody in, as on most systems; read access is for the interpreter's files.
+_ORDINARY = """
+mknod -m 666 {root}/fuse c 10 229 && mount --bind {root}/fuse /dev/fuse && chown -R 65534 {root} &&
+exec setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps=+dac_read_search \\
+    --ambient-caps=+dac_read_search -- sh -ec '
+kvctl() {{ {python} -m kvfs "$@"; }}
+kvctl {mount}
+test -e {space}/namespace.json
+(cd {point} && sleep 60) & sleeper=$!
+until [ "$(readlink /proc/$sleeper/cwd)" = {point} ]; do :; done
+kvctl umount {point} && exit 91 || test $? = 5
+kill $sleeper
+until kvctl umount {point}; do :; done
+kvctl {mount}
+kill -9 $({python} -c "import os; print(os.getxattr(\\"{point}\\", \\"user.kvfs.pid\\").decode())")
+until ! ls {point} 2>/dev/null; do :; done
+kvctl {mount}
+test $(grep -c " {point} fuse.kvfs " /proc/mounts) = 1
+kvctl umount --lazy {point}
+'
+"""
+
+
+@needs_root
+def test_an_ordinary_user_mounts(public: Mounted) -> None:
+    """Through fusermount3: mount, in use, umount, dead and replaced."""
+    require_mount_namespaces()
+    public.put(1)
+    public.store.close()
+    script = _ORDINARY.format(
+        root=public.root, python=sys.executable, mount=" ".join(public.arguments()),
+        point=public.point, space=public.space,
+    )  # fmt: skip
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        capture_output=True, text=True, timeout=2 * SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "is in use by sleep" in done.stderr and "had died" in done.stderr
 
 
 # the process
