@@ -24,6 +24,7 @@ MIN_EXTENT, MAX_EXTENT = PAGE, 1 << 30
 DEFAULT_CLASSES = {"agent": 3 * 86400, "chatbot": 7 * 86400}
 _CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}\Z")
 MAX_TTL_SECONDS = 100 * 365 * 86400
+RENEW_CAP_SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class StoreConfig:
     classes: dict[str, int] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
     grace_seconds: float = 60.0
     """How long a removed segment's file stays for those who still read it: above any fetch."""
+    renew_cap_seconds: float = RENEW_CAP_SECONDS
+    """Hits alone never let a block live longer than this after it was written."""
 
     def __post_init__(self) -> None:
         """Raises InputError for a value that cannot work."""
@@ -57,6 +60,8 @@ class StoreConfig:
             raise InputError(f"durability is {self.durability!r}; known are {DURABILITY}")
         if self.grace_seconds < 0:
             raise InputError("grace_seconds must not be negative")
+        if self.renew_cap_seconds < 0:
+            raise InputError("renew_cap_seconds must not be negative")
         for name, seconds in self.classes.items():
             check_class(name, seconds)
 
@@ -65,6 +70,7 @@ class StoreConfig:
             "kvfs": FORMAT, "uuid": self.uuid.hex(), "extent": self.extent,
             "segment_bytes": self.segment_bytes, "durability": self.durability,
             "classes": self.classes, "grace_seconds": self.grace_seconds,
+            "renew_cap_seconds": self.renew_cap_seconds,
         }  # fmt: skip
         return (json.dumps(data, indent=1) + "\n").encode()
 

@@ -19,7 +19,14 @@ from typing import Any
 from kvfs import chain
 from kvfs.backend import Backend, PosixBackend
 from kvfs.catalog import TtlClass, namespace_path
-from kvfs.config import MARKER, StoreConfig, check_alive, check_class, load_config
+from kvfs.config import (
+    MARKER,
+    RENEW_CAP_SECONDS,
+    StoreConfig,
+    check_alive,
+    check_class,
+    load_config,
+)
 from kvfs.errors import BackendError, ConfigError, FormatError, InputError, KvfsError
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow import Followed, Follower, Progress
@@ -36,6 +43,7 @@ from kvfs.plan import Extent, Plan
 from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
+from kvfs.renewal import Renewer
 from kvfs.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -57,13 +65,14 @@ class Store(LocalStore):
         self.config = config
         self._writer: Writer | None = None
         self._reader: Reader | None = None
+        self._renewer = Renewer(self)
 
     @classmethod
     def init(
         cls, path: str | os.PathLike[str], *, extent: int = 64 << 20,
         segment_bytes: int = 256 << 20, durability: str = "batch",
         classes: dict[str, int] | None = None, grace_seconds: float = 60.0,
-        **open_options: Any,
+        renew_cap_seconds: float = RENEW_CAP_SECONDS, **open_options: Any,
     ) -> Store:  # fmt: skip
         """Makes a store in an empty or new directory and opens it (options as for `open`).
 
@@ -73,7 +82,7 @@ class Store(LocalStore):
         more = {} if classes is None else {"classes": dict(classes)}
         config = StoreConfig(
             secrets.token_bytes(16), extent, segment_bytes, durability,
-            grace_seconds=grace_seconds, **more,
+            grace_seconds=grace_seconds, renew_cap_seconds=renew_cap_seconds, **more,
         )  # fmt: skip
         backend = open_options.get("backend") or PosixBackend(root)
         try:
@@ -138,7 +147,8 @@ class Store(LocalStore):
             return self._reader
 
     def _finish(self) -> None:
-        """Seals this process's files."""
+        """Publishes the renewals that are due and seals this process's files."""
+        self._renewer.close()
         if self._writer is not None:
             self._writer.close()
         if self._reader is not None:
@@ -177,7 +187,8 @@ class Store(LocalStore):
         """Reads and verifies the blocks of a plan: see kvfs.fetch.Reader.fetch.
 
         A block that turns out to be bad or gone is forgotten at once by this host's index, so that
-        the next check is right and the block can be stored again.
+        the next check is right and the block can be stored again. What is delivered is renewed: see
+        `note_hit`.
         """
         hasher = ns.as_hasher(tokens)
         result = self.reader().fetch(
@@ -189,7 +200,25 @@ class Store(LocalStore):
             self._count(f"fetch_miss.{result.reason.replace(' ', '_')}")
             if result.lasting:
                 self.report_bad(ns, plan, hasher, result.blocks)
+        if result.blocks:
+            whole = result.reason is None
+            self._renewer.note(ns, plan, hasher, plan.stored_blocks if whole else result.blocks)
         return result
+
+    def note_hit(self, ns: Namespace, plan: Plan, tokens: Any) -> None:
+        """Tells that the prefix a plan found is used: `fetch` does so itself; for those who fetch
+        through the fetch process.
+
+        The prefix is renewed, off the critical path and as kvfs.renewal says: it expires a whole
+        time to live from now, at most `renew_cap_seconds` after it was written. Never blocks on the
+        storage. Raises InputError for tokens that are none.
+        """
+        self._renewer.note(ns, plan, ns.as_hasher(tokens), plan.stored_blocks)
+
+    def flush_renewals(self) -> int:
+        """Publishes now what hits have renewed; returns the number of runs. Happens by itself every
+        few seconds and at close. Raises BackendError, SpaceError, IndexFault."""
+        return self._renewer.flush()
 
     def report_bad(self, ns: Namespace, plan: Plan, tokens: Any, block: int) -> bool:
         """Tells that a block of a plan is bad or gone, as a fetch found out (`lasting`).

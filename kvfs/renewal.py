@@ -1,0 +1,119 @@
+"""Renewal on hit: what is used stays, a whole time to live from its last use on.
+
+The rule: a hit renews the runs that it used, and nothing else does but put and touch; `check` alone
+renews nothing. It only renews what was in sight at that moment, so nothing that had expired comes
+back. A run is renewed once an eighth of its time to live has gone by since it was last, so that a
+hot prefix costs one journal entry in that time however often it is hit, and hits alone never let a
+run live longer than the store's `renew_cap_seconds` after it was written.
+
+Hits are noted in memory, off the critical path, and published in one batch every few seconds by a
+daemon thread that starts with the first of them, and at close. What is lost with a process that is
+killed is a few seconds of renewals. All hosts agree, since the journal carries the new expiry.
+
+Thread-safe; a forked child begins with an empty list and a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from kvfs.chain import PrefixHasher
+from kvfs.errors import KvfsError
+from kvfs.frames import Entry, RenewEntry
+from kvfs.namespace import Namespace
+from kvfs.plan import Plan
+from kvfs.put import RENEW_SHARE
+
+if TYPE_CHECKING:
+    from kvfs.store import Store
+
+FLUSH_SECONDS = 5.0
+MOST_WAITING = 100_000
+"""Runs noted and not yet published; more are left out until then, and counted."""
+
+
+class Renewer:
+    """Renews what one process hits in one store."""
+
+    def __init__(self, store: Store, flush_seconds: float = FLUSH_SECONDS) -> None:
+        self.store = store
+        self.flush_seconds = flush_seconds
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._hits: dict[tuple[bytes, bytes], int] = {}
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    def note(self, ns: Namespace, plan: Plan, hasher: PrefixHasher, blocks: int) -> None:
+        """Notes that the runs which hold the first `blocks` blocks of a plan were hit just now."""
+        now = self.store.now_ms()
+        heads = [
+            (ns.nsid, hasher.digest(extent.block + 1))
+            for extent in plan.extents
+            if extent.block < blocks and extent.expires_ms > now
+        ]
+        with self._lock:
+            if self._pid != os.getpid():
+                self._begin()
+            if len(self._hits) + len(heads) > MOST_WAITING:
+                heads = [h for h in heads if h in self._hits]
+            self._hits.update(dict.fromkeys(heads, now))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvfs-renew", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        stopped = self._stopped
+        while not stopped.wait(self.flush_seconds):
+            with contextlib.suppress(KvfsError):  # they stay noted, for the next time
+                self.flush()
+
+    def flush(self) -> int:
+        """Publishes what is due; returns the number of runs renewed. Raises as Writer.publish."""
+        with self._lock:
+            hits, self._hits = self._hits, {}
+        if not hits or self._pid != os.getpid():
+            return 0
+        entries = self._due(hits)
+        if not entries:
+            return 0
+        try:
+            self.store.writer().publish([], entries, {"renewed_on_hit": len(entries)})
+        except KvfsError:
+            with self._lock:
+                self._hits = {**hits, **self._hits}
+            raise
+        return len(entries)
+
+    def _due(self, hits: dict[tuple[bytes, bytes], int]) -> list[Entry]:
+        index = self.store.index
+        numbers = {nsid: number for nsid, (number, _) in index.namespaces().items()}
+        names, classes = index.class_names(), self.store.classes()
+        cap_ms = int(self.store.config.renew_cap_seconds * 1000)
+        entries: list[Entry] = []
+        for (nsid, head), when in hits.items():
+            run = index.run(numbers[nsid], head)
+            if run is None:
+                continue
+            ttl_ms = classes.get(names.get(run.class_id, ""), 0) * 1000
+            expires = min(when + ttl_ms, run.written_ms + cap_ms)
+            wanted = max(1, ttl_ms // RENEW_SHARE)
+            if when < run.expires_ms and expires - run.expires_ms >= wanted:
+                entries.append(RenewEntry(nsid, head, expires, when, "", False))
+        return entries
+
+    def close(self) -> None:
+        """Publishes what is left, if the storage lets it, and ends the thread."""
+        if self._pid != os.getpid():
+            return
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        with contextlib.suppress(KvfsError):
+            self.flush()
