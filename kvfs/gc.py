@@ -12,7 +12,7 @@ A pass, under the lease (one collector at a time):
 
 A crash after any step leaves what the next pass finds and finishes. Nothing is concluded from what
 is not there: an absent mount has no segments, but then the marker is absent as well. A file of a
-version that this code does not read is never touched. A hit renews nothing; put and touch do.
+version that this code does not read is never touched. A check renews nothing.
 
 Blocking; one Collector belongs to one thread.
 """

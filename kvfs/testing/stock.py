@@ -3,7 +3,7 @@
     stock = Stock.make(path)
     stock.put(tokens(1, 40))
     stock.clock.now += 86400
-    assert stock.good(tokens(1, 40)) == 10      # blocks that check finds and fetch proves
+    assert stock.good(tokens(1, 40)) == 10      # blocks that are found and proven
 
 Times are told by a clock that only the test moves. Nothing here is for stores that anybody needs.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfs.chain import PrefixHasher
+from kvfs.fetch import FetchResult
 from kvfs.index.schema import Run
 from kvfs.namespace import Namespace
 from kvfs.put import PutResult
@@ -92,17 +93,26 @@ class Stock:
         return self.store.check(self.ns, prompt).stored_blocks
 
     def good(self, prompt: list[int]) -> int:
-        """Blocks that check finds and fetch delivers; fails if a byte of them is wrong."""
-        return self.fetch(prompt)[0]
+        """Blocks that check finds and that can be read; fails if a byte of them is wrong.
+
+        Only looks: it neither renews what it reads nor forgets what is bad, as `fetch` does.
+        """
+        hasher = self.ns.hasher(prompt)
+        plan = self.store.check(self.ns, hasher)
+        got = self.store.reader().fetch(self.ns, plan, hasher, blocks=plan.stored_blocks)
+        return self._proven(got, hasher)
 
     def fetch(self, prompt: list[int]) -> tuple[int, str | None]:
-        """As `good`, with the reason why the prefix ends."""
-        hasher: PrefixHasher = self.ns.hasher(prompt)
+        """Blocks that check finds and fetch delivers, and why the prefix ends."""
+        hasher = self.ns.hasher(prompt)
         plan = self.store.check(self.ns, hasher)
         got = self.store.fetch(self.ns, plan, hasher, blocks=plan.stored_blocks)
+        return self._proven(got, hasher), got.reason
+
+    def _proven(self, got: FetchResult, hasher: PrefixHasher) -> int:
         wrong = first_wrong(got.data, hasher, self.ns.row_bytes)
         assert wrong is None, f"block {wrong} is not what was put"
-        return got.blocks, got.reason
+        return got.blocks
 
     def lookups(self) -> list[int]:
         """Blocks found of every prompt that was ever put."""

@@ -67,7 +67,7 @@ def test_a_longer_prompt_renews_the_prefix_it_stands_on(stock: Stock) -> None:
     assert expires(stock, longer) == [pytest.approx(5), pytest.approx(5)]
 
 
-def test_checking_and_fetching_renew_nothing(stock: Stock) -> None:
+def test_checking_renews_nothing(stock: Stock) -> None:
     stock.put(PROMPT, ttl_class="agent")
     for hour in range(72):
         stock.clock.now = START + hour * 3600
