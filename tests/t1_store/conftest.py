@@ -1,12 +1,25 @@
-"""What the tests of kvctl share: a store with one namespace, named by the environment."""
+"""What tests share: memory to put files in; a store of kvctl, named by the environment."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvfs.testing.command import kvctl, kvctl_json
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture(scope="session")
+def ram_dir() -> Iterator[Path]:
+    """A directory in memory where there is one: for tests of many small stores, each of which
+    would wait for the disk a few times."""
+    place = SHM if SHM.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="ram-", dir=place, ignore_cleanup_errors=True) as path:
+        yield Path(path)
 
 
 @pytest.fixture
