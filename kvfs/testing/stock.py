@@ -3,7 +3,7 @@
     stock = Stock.make(path)
     stock.put(tokens(1, 40))
     stock.clock.now += 86400
-    assert stock.good(tokens(1, 40)) == 10      # blocks that are found and proven
+    assert stock.good(tokens(1, 40)) == 10      # blocks that check finds and fetch proves
 
 Times are told by a clock that only the test moves. Nothing here is for stores that anybody needs.
 """
@@ -92,18 +92,22 @@ class Stock:
         """Blocks of a prompt that check finds."""
         return self.store.check(self.ns, prompt).stored_blocks
 
-    def good(self, prompt: list[int]) -> int:
+    def sound(self, prompt: list[int]) -> int:
         """Blocks that check finds and that can be read; fails if a byte of them is wrong.
 
-        Only looks: it neither renews what it reads nor forgets what is bad, as `fetch` does.
+        Only looks: it neither renews what it reads nor forgets what is bad, as a fetch does.
         """
         hasher = self.ns.hasher(prompt)
         plan = self.store.check(self.ns, hasher)
         got = self.store.reader().fetch(self.ns, plan, hasher, blocks=plan.stored_blocks)
         return self._proven(got, hasher)
 
+    def good(self, prompt: list[int]) -> int:
+        """Blocks that check finds and fetch delivers; fails if a byte of them is wrong."""
+        return self.fetch(prompt)[0]
+
     def fetch(self, prompt: list[int]) -> tuple[int, str | None]:
-        """Blocks that check finds and fetch delivers, and why the prefix ends."""
+        """As `good`, with the reason why the prefix ends."""
         hasher = self.ns.hasher(prompt)
         plan = self.store.check(self.ns, hasher)
         got = self.store.fetch(self.ns, plan, hasher, blocks=plan.stored_blocks)

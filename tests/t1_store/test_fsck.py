@@ -224,12 +224,12 @@ def test_bad_records_and_what_follows_are_dropped_everywhere(stock: Stock) -> No
     assert report.cut_blocks == 3 + 5
     other.store.catch_up()
     for s in (stock, other):
-        assert [s.good(p) for p in (A, inside, behind, B)] == [7, 11, 7, 10]
+        assert [s.sound(p) for p in (A, inside, behind, B)] == [7, 11, 7, 10]
     stock.put(behind)
-    assert [stock.good(p) for p in (A, inside, behind, B)] == [10, 11, 15, 10]
+    assert [stock.sound(p) for p in (A, inside, behind, B)] == [10, 11, 15, 10]
     assert kinds(fsck(stock.store)) == {}
     rebuild(stock.store, source="journals")
-    assert [stock.good(p) for p in (A, inside, behind, B)] == [10, 11, 15, 10]
+    assert [stock.sound(p) for p in (A, inside, behind, B)] == [10, 11, 15, 10]
 
 
 def test_a_segment_that_is_gone(stock: Stock) -> None:
@@ -254,7 +254,7 @@ def test_a_segment_cut_short(stock: Stock) -> None:
     os.truncate(path, stock.store.index.segments()[0].geometry.offset(15) + 10)
     report = repaired(stock)
     assert [f.slot for f in report.findings if f.kind == "short"] == [15, 16, 17, 18, 19]
-    assert (stock.good(A), stock.good(B)) == (10, 5)
+    assert (stock.sound(A), stock.sound(B)) == (10, 5)
 
 
 def test_the_whole_store_missing_is_not_believed(stock: Stock) -> None:
@@ -266,7 +266,7 @@ def test_the_whole_store_missing_is_not_believed(stock: Stock) -> None:
     report = fsck(stock.store, repair=True)
     assert report.damaged and not report.repaired and "--force" in report.unrepaired[0]
     os.rename(away, stock.full("seg"))
-    assert kinds(fsck(stock.store)) == {} and (stock.good(A), stock.good(B)) == (10, 10)
+    assert kinds(fsck(stock.store)) == {} and (stock.sound(A), stock.sound(B)) == (10, 10)
     shutil.rmtree(stock.full("seg"))
     assert repaired(stock, force=True).dropped_segments == 2
     os.rename(stock.full("kvfs.json"), away)
@@ -285,7 +285,7 @@ def test_what_cannot_be_opened_is_left_alone(store_dir: Path) -> None:
     assert kinds(report) == {"unreadable": 1} and only(report).blocks == 10
     assert report.exit_code == 12 and report.unrepaired
     faulty.clear()
-    assert kinds(fsck(failing.store)) == {} and failing.good(A) == 10
+    assert kinds(fsck(failing.store)) == {} and failing.sound(A) == 10
     stock.close()
 
 
@@ -306,7 +306,7 @@ def test_a_bad_sector(store_dir: Path) -> None:
     faulty.on("readv", "seg/*", do=sector, times=None)
     report = repaired(failing)
     assert (only(report).slot, only(report).detail) == (6, "I/O error (EIO)")
-    assert (failing.good(A), failing.good(B)) == (6, 10)
+    assert (failing.sound(A), failing.sound(B)) == (6, 10)
     stock.close()
 
 
@@ -323,7 +323,7 @@ def test_a_damaged_header_or_footer_is_told(stock: Stock) -> None:
     assert kinds(report) == {"header": 1} and "no sound footer" in only(report).detail
     flip(path, 9)
     assert kinds(fsck(stock.store)) == {"footer": 1}
-    assert stock.good(A) == 10
+    assert stock.sound(A) == 10
 
 
 def test_journals_that_cannot_be_read(stock: Stock) -> None:
@@ -344,7 +344,7 @@ def test_journals_that_cannot_be_read(stock: Stock) -> None:
     flip(str(first), 30)
     report = fsck(stock.store)
     assert any("damaged journal header" in f.detail for f in report.findings)
-    assert [stock.good(p) for p in (A, B)] == [10, 10]
+    assert [stock.sound(p) for p in (A, B)] == [10, 10]
 
 
 def test_an_index_that_is_behind(stock: Stock) -> None:
@@ -353,7 +353,7 @@ def test_an_index_that_is_behind(stock: Stock) -> None:
     report = fsck(other.store)
     assert kinds(report) == {"behind": 1} and report.exit_code == 0
     assert kinds(fsck(other.store, repair=True)) == {"behind": 1}
-    assert kinds(fsck(other.store)) == {} and other.good(A) == 10
+    assert kinds(fsck(other.store)) == {} and other.sound(A) == 10
 
 
 def test_an_index_that_contradicts_itself_is_rebuilt(stock: Stock) -> None:
@@ -413,7 +413,7 @@ def test_orphans_copies_and_strangers(stock: Stock) -> None:
     orphan = next(f for f in report.findings if (f.kind, f.path) == ("orphan", segment.path))
     assert "10 sound records" in orphan.detail
     rebuild(stock.store, source="segments")
-    assert stock.good(A) == 10
+    assert stock.sound(A) == 10
     assert kinds(fsck(stock.store))["journal"] == 1  # none is left
 
 
@@ -462,7 +462,7 @@ def test_what_goes_while_it_is_checked_is_no_damage(
 
     monkeypatch.setattr(index, "runs_of", late)
     report = fsck(stock.store)
-    assert not report.damaged and stock.good(B) == 10
+    assert not report.damaged and stock.sound(B) == 10
 
 
 def test_while_others_write(stock: Stock) -> None:

@@ -99,7 +99,7 @@ def test_expired_segments_go_whole(stock: Stock) -> None:
     assert [r.reason for r in result.removed] == ["dropped"] and result.dropped == []
     assert files(stock) == [p for p in before if "chatbot" in p] and states(stock) == [GONE, LIVE]
     assert not any(Path(stock.full("seg/agent")).iterdir())
-    assert stock.good(B) == 10 and stock.good(A) == 0
+    assert stock.sound(B) == 10 and stock.sound(A) == 0
 
     stock.clock.now += DAY
     collect(stock)
@@ -140,7 +140,7 @@ def test_nothing_that_is_of_use_goes(stock: Stock) -> None:
     stock.store.touch(stock.ns, B)
     stock.clock.now = START + 4 * DAY
     assert collect(stock).dropped == []
-    assert stock.good(B) == 10
+    assert stock.sound(B) == 10
     stock.clock.now = START + 6 * DAY
     assert len(collect(stock).dropped) == 1
 
@@ -154,7 +154,7 @@ def test_removed_blocks_are_reclaimed_before_their_time(stock: Stock) -> None:
     stock.store.remove(stock.ns, B)
     result = collect(stock)
     assert [(d.reason, d.blocks) for d in result.dropped] == [("removed", 0)]
-    assert stock.good(C) == 10
+    assert stock.sound(C) == 10
     stock.store.remove(stock.ns, C)
     assert [d.reason for d in collect(stock, wait=True).dropped] == ["removed"]
     assert files(stock) == []
@@ -180,7 +180,7 @@ def test_what_only_this_host_hides_stays_for_the_others(stock: Stock) -> None:
         f.write(good)
     stock.store.writer().retire({s.segment for s in stock.store.index.segments()})
     assert collect(stock).dropped == []
-    assert other.good(A) == 10
+    assert other.sound(A) == 10
     stock.clock.now += 7 * DAY + 3600
     assert [d.reason for d in collect(stock).dropped] == ["empty"]
 
@@ -197,7 +197,7 @@ def test_a_segment_that_is_being_written_stays(stock: Stock) -> None:
     result = collect(stock)
     assert result.dropped == [] and result.being_written == 1
     other.put(B, ttl_class="brief")
-    assert stock.good(B) == 10
+    assert stock.sound(B) == 10
     stock.clock.now += 60
     other.store.close()
     assert len(collect(stock).dropped) == 1
@@ -210,7 +210,7 @@ def test_a_segment_of_this_process_is_retired_first(stock: Stock) -> None:
     assert len(collect(stock, dry_run=True).dropped) == 1
     assert len(collect(stock).dropped) == 1
     stock.put(A, ttl_class="brief")
-    assert stock.good(A) == 10 and states(stock) == [DROPPED, LIVE]
+    assert stock.sound(A) == 10 and states(stock) == [DROPPED, LIVE]
 
 
 def test_a_run_under_way_keeps_its_segment(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_run_under_way_keeps_its_segment(stock: Stock, monkeypatch: pytest.Mon
     monkeypatch.setattr(writer, "publish", late)
     assert stock.put(B, ttl_class="brief").stored == 10
     assert seen[0].dropped == [] and seen[0].being_written == 1
-    assert stock.good(B) == 10
+    assert stock.sound(B) == 10
 
 
 def test_segments_of_killed_writers(stock: Stock) -> None:
@@ -261,7 +261,7 @@ def test_put_between_mark_and_sweep_keeps_its_blocks(stock: Stock) -> None:
     stock.clock.now += 120
     collect(stock)
     for s in (stock, other):
-        assert (s.good(A), s.good(B)) == (10, 10)
+        assert (s.sound(A), s.sound(B)) == (10, 10)
 
 
 def test_a_put_that_loses_the_race_stores_its_blocks(
@@ -283,7 +283,7 @@ def test_a_put_that_loses_the_race_stores_its_blocks(
     monkeypatch.setattr(writer, "publish", late)
     result = other.put(A, ttl_class="agent")
     assert result.complete and result.stored == 10
-    assert (stock.good(A), other.good(A)) == (10, 10)
+    assert (stock.sound(A), other.sound(A)) == (10, 10)
 
 
 def test_readers_go_on_through_the_grace(stock: Stock) -> None:
@@ -322,7 +322,7 @@ def test_a_segment_removed_by_hand(stock: Stock) -> None:
     assert stock.stored(A) == 0
     assert collect(stock).exit_code == 0
     stock.put(A, ttl_class="agent")  # not into the file that nobody finds
-    assert stock.good(A) == 10
+    assert stock.sound(A) == 10
     stock = stock.again()
     shutil.rmtree(os.path.dirname(path))
     stock.clock.now = START + 4 * DAY
@@ -435,7 +435,7 @@ def test_an_absent_mount_is_not_an_empty_store(stock: Stock) -> None:
     assert (stock.runs(), states(stock)) == (runs, state)
     os.rmdir(stock.store.path)
     os.rename(away, stock.store.path)
-    assert stock.good(B) == 10
+    assert stock.sound(B) == 10
     assert len(collect(stock).dropped) == 1
 
 
@@ -652,7 +652,7 @@ def test_disk_use_and_index_agree_over_many_days(stock: Stock) -> None:
             collect(stock, wait=rng.random() < 0.5)
             assert set(files(stock)) <= known
     for prompt in stock.prompts:
-        assert stock.good(prompt) == stock.stored(prompt)
+        assert stock.sound(prompt) == stock.stored(prompt)
     stock = stock.again()
     stock.clock.now += 15 * DAY
     collect(stock, wait=True)
@@ -740,7 +740,7 @@ def test_writers_readers_and_collectors_that_are_killed(store_dir: Path) -> None
         kept += map(int, out.split())
     stock.clock.now = time.time()
     stock.store.catch_up()
-    assert all(stock.good(tokens(seed, 40)) == 10 for seed in kept) and len(kept) > 20
+    assert all(stock.sound(tokens(seed, 40)) == 10 for seed in kept) and len(kept) > 20
     assert GONE in states(stock)
     report = fsck(stock.store)
     assert not report.damaged and report.counts.keys() <= {"unsealed", "dropped"}, report.findings

@@ -79,7 +79,7 @@ def test_journals_give_the_same_index(stock: Stock) -> None:
     assert (stock.runs(), stock.lookups(), stock.store.classes()) == (runs, lookups, classes)
     assert stock.store.index.counters() == counters
     stock.put(tokens(77, 40))
-    assert stock.good(tokens(77, 40)) == 10
+    assert stock.sound(tokens(77, 40)) == 10
 
 
 def test_a_lost_index_comes_back_at_open(stock: Stock) -> None:
@@ -103,7 +103,7 @@ def test_handles_of_others_live_on(stock: Stock) -> None:
         mine, theirs = tokens(len(source), 40), tokens(100 + len(source), 44)
         stock.put(mine)
         other.put(theirs)
-        assert (stock.good(theirs), other.good(mine)) == (11, 10)
+        assert (stock.sound(theirs), other.sound(mine)) == (11, 10)
     assert other.store.fetch(other.ns, plan, stock.prompts[0], blocks=plan.stored_blocks).complete
     assert stock.lookups() == [len(p) // 4 for p in stock.prompts]
 
@@ -142,7 +142,7 @@ def test_a_torn_or_damaged_journal_is_told(stock: Stock) -> None:
     assert len(result.skipped) == 1 and "are no whole entry" in result.skipped[0]
     assert (stock.stored(tokens(1, 40)), stock.stored(tokens(2, 40))) == (10, 0)
     rebuild(stock.store, source="segments")
-    assert (stock.good(tokens(1, 40)), stock.good(tokens(2, 40))) == (10, 10)
+    assert (stock.sound(tokens(1, 40)), stock.sound(tokens(2, 40))) == (10, 10)
 
 
 def test_removed_journals_are_made_up_for_by_a_checkpoint(stock: Stock) -> None:
@@ -188,9 +188,9 @@ def test_a_journal_that_could_not_be_begun_is_no_gap(store_dir: Path) -> None:
     assert failing.put(B).stored == 10
     stock.store.catch_up()
     elsewhere = stock.another(index=str(store_dir.parent / "other-host"))
-    assert (stock.good(B), elsewhere.good(B)) == (10, 10)
+    assert (stock.sound(B), elsewhere.sound(B)) == (10, 10)
     rebuild(stock.store, source="journals")
-    assert stock.good(B) == 10
+    assert stock.sound(B) == 10
     stock.close()
 
 
@@ -270,7 +270,7 @@ def test_what_was_removed_comes_back_from_segments_only(stock: Stock) -> None:
     rebuild(stock.store, source="journals")
     assert stock.stored(tokens(1, 40)) == 4
     rebuild(stock.store, source="segments")
-    assert stock.good(tokens(1, 40)) == 10
+    assert stock.sound(tokens(1, 40)) == 10
 
 
 def test_torn_zero_and_foreign_records_are_left_out(stock: Stock) -> None:
@@ -301,7 +301,7 @@ def test_torn_zero_and_foreign_records_are_left_out(stock: Stock) -> None:
     rebuild(stock.store, source="segments")
     stock.prompts = [tokens(i, 40) for i in range(4)]
     assert stock.lookups() == [3, 0, 5, 5]
-    assert [stock.good(p) for p in stock.prompts] == [3, 0, 5, 5]
+    assert [stock.sound(p) for p in stock.prompts] == [3, 0, 5, 5]
 
 
 def test_a_segment_cut_short(stock: Stock) -> None:
@@ -309,7 +309,7 @@ def test_a_segment_cut_short(stock: Stock) -> None:
     (path,) = stock.paths()
     os.truncate(path, stock.store.index.segments()[0].geometry.offset(6) + 100)
     rebuild(stock.store, source="segments")
-    assert stock.good(tokens(1, 40)) == 6
+    assert stock.sound(tokens(1, 40)) == 6
 
 
 def test_a_footer_stands_in_for_a_damaged_header(stock: Stock) -> None:
@@ -322,7 +322,7 @@ def test_a_footer_stands_in_for_a_damaged_header(stock: Stock) -> None:
                          stock.store.uuid)  # fmt: skip
         assert len(head.damage) == 1 and head.footer is not None, offset
         rebuild(stock.store, source="segments")
-        assert stock.good(tokens(1, 40)) == 10
+        assert stock.sound(tokens(1, 40)) == 10
         flip(path, offset)
 
 
@@ -333,7 +333,7 @@ def test_a_damaged_footer_leaves_the_trailers(stock: Stock) -> None:
     for back in (1, 33, 41, 200):
         flip(path, os.path.getsize(path) - back)
         result = rebuild(stock.store, source="segments")
-        assert stock.good(tokens(1, 40)) == 10 and result.skipped == []
+        assert stock.sound(tokens(1, 40)) == 10 and result.skipped == []
         flip(path, os.path.getsize(path) - back)
 
 
@@ -365,7 +365,7 @@ def test_newer_and_older_versions_are_left_alone(stock: Stock) -> None:
     before = {p: Path(stock.full(p)).read_bytes() for p in (newer, older, ours)}
     result = rebuild(stock.store, source="segments")
     assert result.newer == 1 and len(result.skipped) == 2
-    assert [stock.good(tokens(i, 40)) for i in range(3)] == [0, 0, 10]
+    assert [stock.sound(tokens(i, 40)) for i in range(3)] == [0, 0, 10]
 
     journals = sorted(Path(stock.full("log")).glob("*/*.log"))
     with_version(str(journals[0]), 2)
@@ -405,7 +405,7 @@ def test_what_is_no_segment_of_this_store(stock: Stock, tmp_path: Path) -> None:
         read_head(stock.store.backend, foreign, stock.store.uuid)
     result = rebuild(stock.store, source="segments")
     assert result.segments == 1 and len(result.skipped) == 4
-    assert stock.good(tokens(1, 40)) == 10
+    assert stock.sound(tokens(1, 40)) == 10
 
 
 def test_names_tell_ids() -> None:

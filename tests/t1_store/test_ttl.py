@@ -32,13 +32,13 @@ def test_expired_is_invisible_at_once(stock: Stock) -> None:
     stock.put(PROMPT, ttl_class="agent")
     stock.put(tokens(2, 40), ttl_class="chatbot")
     stock.clock.now = START + 3 * DAY - 1
-    assert stock.good(PROMPT) == 10
+    assert stock.sound(PROMPT) == 10
     stock.clock.now = START + 3 * DAY + 1
     plan = stock.store.check(stock.ns, PROMPT)
     assert (plan.stored_blocks, plan.reason) == (0, "expired at block 0")
-    assert stock.good(tokens(2, 40)) == 10
+    assert stock.sound(tokens(2, 40)) == 10
     stock.clock.now = START + 7 * DAY + 1
-    assert stock.good(tokens(2, 40)) == 0
+    assert stock.sound(tokens(2, 40)) == 0
 
 
 def test_a_shared_block_takes_the_longer_class(stock: Stock) -> None:
@@ -48,12 +48,12 @@ def test_a_shared_block_takes_the_longer_class(stock: Stock) -> None:
     assert (result.stored, result.existing) == (0, 10)
     assert expires(stock, PROMPT) == [pytest.approx(10 - 1 / 24)]
     stock.clock.now = START + 3 * DAY + 1
-    assert stock.good(PROMPT) == 10
+    assert stock.sound(PROMPT) == 10
     assert stock.put(PROMPT, ttl_class="agent").existing == 10  # not shortened by the other class
     stock.clock.now = START + 10 * DAY - 3601
-    assert stock.good(PROMPT) == 10
+    assert stock.sound(PROMPT) == 10
     stock.clock.now = START + 10 * DAY
-    assert stock.good(PROMPT) == 0
+    assert stock.sound(PROMPT) == 0
 
 
 def test_a_longer_prompt_renews_the_prefix_it_stands_on(stock: Stock) -> None:
@@ -63,7 +63,7 @@ def test_a_longer_prompt_renews_the_prefix_it_stands_on(stock: Stock) -> None:
     longer = tokens(2, 40, PROMPT)
     stock.put(longer, ttl_class="agent")
     stock.clock.now = START + 4 * DAY
-    assert stock.good(longer) == 20
+    assert stock.sound(longer) == 20
     assert expires(stock, longer) == [pytest.approx(5), pytest.approx(5)]
 
 
@@ -73,10 +73,10 @@ def test_checking_renews_nothing(stock: Stock) -> None:
         stock.clock.now = START + hour * 3600
         for _ in range(10):
             stock.stored(PROMPT)
-        assert stock.good(PROMPT) == 10
+        assert stock.sound(PROMPT) == 10
     assert expires(stock, PROMPT) == [3.0]
     stock.clock.now = START + 3 * DAY
-    assert stock.good(PROMPT) == 0
+    assert stock.sound(PROMPT) == 0
 
 
 def test_touch_renews_but_does_not_revive(stock: Stock) -> None:
@@ -86,7 +86,7 @@ def test_touch_renews_but_does_not_revive(stock: Stock) -> None:
     assert expires(stock, PROMPT) == [5.0]
     stock.clock.now = START + 5 * DAY
     assert stock.store.touch(stock.ns, PROMPT) == 0
-    assert stock.good(PROMPT) == 0
+    assert stock.sound(PROMPT) == 0
 
 
 def test_touch_with_a_class_moves_either_way_and_all_at_once(stock: Stock) -> None:
@@ -110,7 +110,7 @@ def test_what_expired_is_stored_anew(stock: Stock) -> None:
     stock.clock.now = START + 8 * DAY
     result = stock.put(longer, ttl_class="agent")
     assert (result.stored, result.existing) == (15, 0)
-    assert stock.good(longer) == 15 and expires(stock, longer) == [11.0]
+    assert stock.sound(longer) == 15 and expires(stock, longer) == [11.0]
 
 
 def test_a_class_that_changes_counts_from_then_on(stock: Stock) -> None:
@@ -119,7 +119,7 @@ def test_a_class_that_changes_counts_from_then_on(stock: Stock) -> None:
     stock.store.define_class("brief", 7200)
     stock.put(tokens(2, 40), ttl_class="brief")
     stock.clock.now = START + 3601
-    assert (stock.good(PROMPT), stock.good(tokens(2, 40))) == (0, 10)
+    assert (stock.sound(PROMPT), stock.sound(tokens(2, 40))) == (0, 10)
     assert stock.store.index.segments()[0].ttl_seconds == 3600
     assert stock.store.index.segments()[1].ttl_seconds == 7200
     with pytest.raises(InputError, match="no TTL class"):
@@ -132,8 +132,8 @@ def test_other_processes_agree(stock: Stock) -> None:
     stock.clock.now = START + 2 * DAY
     other.put(PROMPT, ttl_class="chatbot")
     stock.clock.now = START + 8 * DAY
-    assert (stock.good(PROMPT), other.good(PROMPT)) == (10, 10)
+    assert (stock.sound(PROMPT), other.sound(PROMPT)) == (10, 10)
     stock = stock.again()
-    assert stock.good(PROMPT) == 10
+    assert stock.sound(PROMPT) == 10
     stock.clock.now = START + 9 * DAY
-    assert (stock.good(PROMPT), other.good(PROMPT)) == (0, 0)
+    assert (stock.sound(PROMPT), other.sound(PROMPT)) == (0, 0)
