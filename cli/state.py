@@ -12,6 +12,7 @@ from kvfs.cli.settings import Settings
 if TYPE_CHECKING:
     from kvfs.layout import Identity
     from kvfs.state.decision import Decision
+    from kvfs.state.inventory import Found
     from kvfs.state.policy import Cost
 
 MANUAL = {
@@ -56,6 +57,8 @@ MANUAL = {
     epilog=common.examples("""
     kvctl state policy --preset deepseek-v4.1-flash --tokens 131072
     kvctl state policy --ns llama --tokens 8000 --json
+    kvctl state pools
+    kvctl state pools --remove
 """),
 )
 def command() -> None:
@@ -83,6 +86,46 @@ def policy(settings: Settings, preset: str | None, tokens: int, period: int) -> 
         output.json_line({**fields, "policies": [cost.to_json() for cost in costs]})
     else:
         _print(fields, costs)
+
+
+@command.command(context_settings=common.HELP)
+@common.json_option
+@click.option("--dir", "directory", metavar="DIR", default="/dev/shm", show_default=True,
+              help="Where they are.")  # fmt: skip
+@click.option(
+    "--remove",
+    is_flag=True,
+    help="Remove those that nobody has open and whose slots have all expired.",
+)
+@click.option("--live", is_flag=True, help="With --remove: also those with slots of use.")
+@click.make_pass_decorator(Settings, ensure=True)
+def pools(settings: Settings, directory: str, remove: bool, live: bool) -> None:
+    """Show the slot pools of this user on this host.
+
+    A pool takes all its memory from the start, and outlives the processes that use it.
+    """
+    from kvfs.errors import InputError
+    from kvfs.state import inventory
+
+    if live and not remove:
+        raise InputError("--live is for --remove")
+    found = [(pool, False) for pool in inventory.pools(directory)]
+    if remove:
+        gone = {pool.path for pool in inventory.sweep(directory, live=live)}
+        found = [(pool, pool.path in gone) for pool, _ in found]
+    if settings.as_json:
+        for pool, removed in found:
+            output.json_line({**pool.to_json(), "removed": removed})
+    elif found:
+        header = ("NAMESPACE", "SLOTS", "LIVE", "BYTES", "IN USE", "")
+        output.table(header, (_pool_row(pool, removed) for pool, removed in found), right="lrrr")
+
+
+def _pool_row(pool: Found, removed: bool) -> tuple[str, ...]:
+    return (
+        pool.namespace, f"{pool.slots:,}", f"{pool.live:,}", output.size(pool.file_bytes),
+        "yes" if pool.in_use else "no", "removed" if removed else "",
+    )  # fmt: skip
 
 
 def _identity(settings: Settings, preset: str | None) -> Identity:

@@ -4,6 +4,10 @@ ring.py      the arithmetic of the ring, and a slot's bytes in logical order
 decode.py    the copy zone of a sequence that is being decoded
 decision.py  how much of a prompt is hit, which slot is loaded, what is replayed
 policy.py    which boundaries get a slot, and what that costs
+slot.py      what is known of a slot, and how an anchor names one
+slots.py     the pool of them in host memory: poolfile.py its file, table.py what is in it
+inventory.py which pools a host has, and removing those out of use
+tensors.py   slots from and into torch tensors
 
 docs/state.md explains all of it with examples.
 """
@@ -17,13 +21,19 @@ if TYPE_CHECKING:
     from kvfs.state.decode import Copy, CopyZone
     from kvfs.state.policy import Policy
     from kvfs.state.ring import Ring
+    from kvfs.state.slot import Anchor, SlotMeta
+    from kvfs.state.slots import Slot, SlotPool
 
 _HOME = {
-    "Copy": "decode", "CopyZone": "decode", "Decision": "decision", "Policy": "policy",
-    "Replay": "decision", "Ring": "ring", "decide": "decision",
+    "Anchor": "slot", "Copy": "decode", "CopyZone": "decode", "Decision": "decision",
+    "Policy": "policy", "Replay": "decision", "Ring": "ring", "Slot": "slots",
+    "SlotMeta": "slot", "SlotPool": "slots", "decide": "decision",
 }  # fmt: skip
 
-__all__ = ["Copy", "CopyZone", "Decision", "Policy", "Replay", "Ring", "decide"]
+__all__ = [
+    "Anchor", "Copy", "CopyZone", "Decision", "Policy", "Replay", "Ring", "Slot", "SlotMeta",
+    "SlotPool", "decide",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from kvfs import presets
 from kvfs.cli.main import main as root
+from kvfs.state.slot import Anchor
 
 
 def run(*args: str) -> str:
@@ -59,3 +62,27 @@ def test_bad_questions() -> None:
                  ["--preset", "tiny-swa", "--tokens", "-1"],
                  ["--preset", "tiny-swa", "--tokens", "9", "--period", "100"]):  # fmt: skip
         assert CliRunner().invoke(root, ["state", "policy", *args]).exit_code == 2
+
+
+def test_pools(tmp_path: Path) -> None:
+    from kvfs.state.slots import SlotPool
+
+    def pools(*args: str, code: int = 0) -> list[dict[str, Any]]:
+        line = ["state", "pools", "--dir", str(tmp_path), "--json", *args]
+        result = CliRunner().invoke(root, line)
+        assert result.exit_code == code, result.output
+        return [json.loads(text) for text in result.stdout.splitlines()]
+
+    swa = presets.get("tiny-swa", weights="w", tokenizer="t")
+    assert pools() == []
+    with SlotPool.open(swa, 100_000, directory=str(tmp_path)) as pool:
+        pool.write(Anchor(b"a" * 16, 128, b"l" * 16), bytes(pool.slot_bytes))
+        (found,) = pools("--remove", "--live")
+        assert (found["path"], found["namespace"], found["live"]) == (pool.path, swa.name, 1)
+        assert found["in_use"] and not found["removed"]
+        assert (found["slots"], found["bytes"]) == (pool.slots, pool.file_bytes)
+    assert [p["removed"] for p in pools("--remove")] == [False]  # its slot is still of use
+    text = CliRunner().invoke(root, ["state", "pools", "--dir", str(tmp_path)]).stdout
+    assert swa.name in text
+    assert [p["removed"] for p in pools("--remove", "--live")] == [True]
+    assert pools() == [] and pools("--live", code=2) == []
