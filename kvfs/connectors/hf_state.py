@@ -1,81 +1,85 @@
-"""The state of one sequence as bytes: sliding windows at a block's end, bound to all tokens before.
+"""The state of one sequence as a slot: the windows at a block's end, bound to all tokens before.
 
-Layout, integers little-endian:
-
-  offset  size  field
-  0       8     magic "KVFSHFS1", which is the version too
-  8       16    namespace id: first 16 bytes of the fingerprint
-  24      16    lineage: blake2b-128 of the root and all tokens up to the state's position
-  40      8     position in tokens, a multiple of the block
-  48      8     P
-  56      8     xxh3-64 of bytes 0..55 and the payload
-  64      P     payload: the pieces of the state (kvfs.connectors.hf_layout)
-
-A state is used only for the tokens, model and layout it was taken with: everything is compared, and
-what does not fit is a miss with a reason. No I/O, no state of its own.
+The data are the pieces of the state (kvfs.connectors.hf_layout), filled up with zeros to the size
+of a slot of the namespace; what they are of is said by kvfs.state.slot. They are kept in a slot
+pool of this host, or handed out as bytes: description, then data. A state is used only for the
+tokens, the model and the layout it was taken with; what does not fit is a miss with a reason.
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
-from kvfs.chain import HASH_BYTES, PrefixHasher
+from kvfs.chain import PrefixHasher
+from kvfs.errors import FormatError, InputError, KvfsError
 from kvfs.namespace import Namespace
-
-MAGIC = b"KVFSHFS1"
-_HEAD = struct.Struct("<8s16s16sQQ")
-_SUM = struct.Struct("<Q")
-HEADER_BYTES = _HEAD.size + _SUM.size
+from kvfs.state.slot import META_BYTES, Anchor, SlotMeta, checksum
+from kvfs.state.slots import SlotPool
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A state that fits. tokens: its position; payload: its bytes, a view."""
+class State:
+    """A state that fits. tokens: its position; data: its bytes, as many as a slot has."""
 
     tokens: int
-    payload: memoryview
+    data: Any
 
 
-def seal(ns: Namespace, hasher: PrefixHasher, tokens: int, payload: Any) -> bytes:
-    """The state at a block's end as bytes. payload: a buffer."""
-    view = memoryview(payload).cast("B")
-    head = _HEAD.pack(MAGIC, ns.nsid, _lineage(hasher, tokens), tokens, len(view))
-    return b"".join((head, _SUM.pack(_checksum(head, view)), view))
+def fill(ns: Namespace, payload: Any) -> bytes:
+    """The data of a slot from the pieces of a state. payload: a buffer."""
+    layout = ns.identity.state
+    assert layout is not None
+    return bytes(memoryview(payload).cast("B")).ljust(layout.slot_bytes, b"\0")
 
 
-def unseal(ns: Namespace, hasher: PrefixHasher, data: Any, size: int) -> Opened | str:
-    """The state, if it is of this namespace and of a prefix of these tokens; else why not.
-
-    data: a buffer; size: bytes the payload must have. Nothing is raised for what is in it.
-    """
-    view = memoryview(data).cast("B")
-    if len(view) < HEADER_BYTES:
-        return "state too short"
-    magic, nsid, lineage, tokens, length = _HEAD.unpack_from(view)
-    if magic != MAGIC:
-        return "state of an unknown format"
-    payload = view[HEADER_BYTES:]
-    (want,) = _SUM.unpack_from(view, _HEAD.size)
-    if length != len(payload) or want != _checksum(view[: _HEAD.size], payload):
-        return "state damaged"
-    if nsid != ns.nsid or length != size:
-        return "state of another model"
-    block, rest = divmod(tokens, ns.block_tokens)
-    if not block or rest or block > hasher.n_blocks or lineage != _lineage(hasher, tokens):
-        return "state of other tokens"
-    return Opened(tokens, payload)
+def seal(ns: Namespace, hasher: PrefixHasher, state: State) -> bytes:
+    """A state as bytes that stand alone."""
+    layout = ns.identity.state
+    assert layout is not None
+    anchor = Anchor.of(hasher, state.tokens)
+    meta = SlotMeta(
+        generation=0, pool=bytes(16), nsid=ns.nsid, anchor=anchor.hash, lineage=anchor.lineage,
+        position=state.tokens, layout=layout, rotation=0, overshoot=0, stored_ms=0,
+        data_sum=checksum(state.data),
+    )  # fmt: skip
+    return b"".join((meta.encode(), state.data))
 
 
-def _lineage(hasher: PrefixHasher, tokens: int) -> bytes:
-    block = tokens // (hasher.block_bytes // 4)
-    return hasher.lineages(block)[-HASH_BYTES:]
+def unseal(ns: Namespace, hasher: PrefixHasher, sealed: Any) -> State | str:
+    """The state in such bytes, if it is of this namespace and these tokens; else why not."""
+    view = memoryview(sealed).cast("B")
+    try:
+        meta = SlotMeta.decode(view)
+    except FormatError as e:
+        return str(e)
+    if meta.nsid != ns.nsid or meta.layout != ns.identity.state:
+        return "the state is of another model"
+    if not meta.accepts(view[META_BYTES:]):
+        return "the state is damaged"
+    try:
+        anchor = Anchor.of(hasher, meta.position)
+    except InputError:
+        return "the state is of other tokens"
+    if not meta.is_for(anchor):
+        return "the state is of other tokens"
+    return State(meta.position, view[META_BYTES:])
 
 
-def _checksum(head: Any, payload: memoryview) -> int:
-    state = xxhash.xxh3_64(head)
-    state.update(payload)
-    return state.intdigest()
+def keep(pool: SlotPool, hasher: PrefixHasher, state: State) -> None:
+    """Puts a state into a slot. Raises BusyError, InputError (a pool of another namespace)."""
+    pool.write(Anchor.of(hasher, state.tokens), state.data)
+
+
+def find(pool: SlotPool, hasher: PrefixHasher, blocks: int, above: int) -> State | None:
+    """The state in a pool of the longest prefix of `above` + 1 to `blocks` blocks."""
+    size = hasher.root.block_tokens
+    for block in range(blocks, above, -1):
+        anchor = Anchor.of(hasher, block * size)
+        try:
+            slot = None if pool.lookup(anchor) is None else pool.read(anchor)
+        except KvfsError:
+            return None
+        if slot is not None:
+            return State(block * size, slot.data)
+    return None

@@ -19,6 +19,7 @@ allows. Blocking: `save` and `load` read or write the shared storage. docs/trans
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from kvfs.chain import TOKEN_BYTES, PrefixHasher, as_u32
 from kvfs.connectors import hf_copy, hf_replay, hf_state
 from kvfs.connectors.hf_identity import digest_tokenizer, digest_weights, identity
 from kvfs.connectors.hf_layout import forward, measure
-from kvfs.errors import InputError, KvfsError
+from kvfs.errors import BusyError, InputError, KvfsError
 from kvfs.layout import Partition
+from kvfs.state.slots import SlotPool
 from kvfs.store import Store
 
 __all__ = ["CacheStore", "Prefilled", "digest_tokenizer", "digest_weights"]
@@ -52,6 +54,15 @@ class Prefilled(NamedTuple):
     """The state at the cache's position, for a later `load`; None if the model needs none."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How to go on from stored blocks: with a state's data, or a replay from `start`."""
+
+    blocks: int
+    data: Any = None
+    start: int = 0
+
+
 class CacheStore:
     """The caches of one model in one store.
 
@@ -61,6 +72,8 @@ class CacheStore:
         cs.ns         its namespace in the store
         cs.hybrid     the model has sliding windows: it goes on from blocks and a state, not from
                       blocks alone
+        cs.slots      the slot pool of such a model's states on this host, None until one is set:
+                      with SlotPool.open(cs.identity, 1 << 30) as cs.slots: ...
     """
 
     def __init__(
@@ -84,16 +97,28 @@ class CacheStore:
             salt=salt, hash=hash, partition=partition,
         )  # fmt: skip
         self.ns = store.create_namespace(self.identity, default_class=ttl_class)
+        self._slots: SlotPool | None = None
 
     @property
     def hybrid(self) -> bool:
         return bool(self.layout.state)
+
+    @property
+    def slots(self) -> SlotPool | None:
+        return self._slots
+
+    @slots.setter
+    def slots(self, pool: SlotPool | None) -> None:
+        if pool is not None and pool.identity.fingerprint != self.identity.fingerprint:
+            raise InputError(f"the slot pool is of another namespace than {self.ns.name}")
+        self._slots = pool
 
     # saving
 
     def save(self, input_ids: Any, cache: Any) -> int:
         """Stores the whole blocks of a prompt that a cache holds and the store does not.
 
+        Of a hybrid model the state too, if there are `slots` and the cache is at a block's end.
         input_ids: the tokens from the first on, [n] or [1, n], unpadded; the cache may hold more or
         fewer of them. cache: of this model, a DynamicCache(config=model.config).
         Returns the tokens that are stored now, a multiple of the block. Raises InputError.
@@ -102,12 +127,24 @@ class CacheStore:
         held = hf_copy.held_tokens(self.layout, cache)
         blocks = min(held, len(data) // TOKEN_BYTES) // self.ns.block_tokens
         try:
-            return self._save(data, cache, blocks) * self.ns.block_tokens
+            stored = self._save(data, cache, blocks) * self.ns.block_tokens
         except InputError:
             raise
         except KvfsError as e:
             log.warning("%s: nothing stored: %s", self.ns.name, e)
             return 0
+        self._keep(data, cache, stored)
+        return stored
+
+    def _keep(self, data: memoryview, cache: Any, tokens: int) -> None:
+        """Puts the state at the end of what is stored into a slot, if there it can be taken."""
+        state = None if self.slots is None else self._state(cache, tokens)
+        if self.slots is None or state is None:
+            return
+        try:
+            hf_state.keep(self.slots, self.ns.hasher(data), state)
+        except BusyError as e:
+            log.info("%s: no slot: %s", self.ns.name, e)
 
     def _save(self, data: memoryview, cache: Any, blocks: int) -> int:
         """Puts batch after batch; returns the stored blocks."""
@@ -142,11 +179,15 @@ class CacheStore:
             return None
         hasher = self.ns.hasher(_one_sequence(input_ids))
         held = hf_copy.held_tokens(self.layout, cache)
-        tokens = min(hasher.n_tokens, held) // self.ns.block_tokens * self.ns.block_tokens
-        if not tokens:
+        size = self.ns.block_tokens
+        state = self._state(cache, min(hasher.n_tokens, held) // size * size)
+        return None if state is None else hf_state.seal(self.ns, hasher, state)
+
+    def _state(self, cache: Any, tokens: int) -> hf_state.State | None:
+        payload = hf_copy.gather_state(self.layout, cache, tokens) if tokens else None
+        if payload is None:
             return None
-        payload = hf_copy.gather_state(self.layout, cache, tokens)
-        return None if payload is None else hf_state.seal(self.ns, hasher, tokens, payload.numpy())
+        return hf_state.State(tokens, hf_state.fill(self.ns, payload.numpy()))
 
     # loading
 
@@ -158,8 +199,9 @@ class CacheStore:
         n is a multiple of the block and less than the prompt, so that there is a token to compute.
         n = 0 is a miss, with an empty cache that works all the same.
 
-        A hybrid model cannot go on from its blocks alone. Given a `state` that fits, n is its
-        position. Without, the windows are made anew by running the model over the tokens before n:
+        A hybrid model cannot go on from its blocks alone. With a `state` that fits, n is its
+        position; else a slot is looked for. Without one, the windows are made anew by running the
+        model over the tokens before n:
         replay   "exact": as many as the windows depend on, and a miss where that are all of them
                  "window": one window, a cheap approximation: logits then differ a little
                  "never": a miss
@@ -169,68 +211,73 @@ class CacheStore:
             raise InputError(f"replay is {replay!r}; it can be exact, window or never")
         ids = _one_sequence(input_ids)
         hasher = self.ns.hasher(ids)
-        opened = self._open(hasher, state)
-        blocks, rows = self._fetch(hasher, opened, replay)
-        contents = hf_copy.scatter(self.layout, rows) if blocks else {}
-        tokens = blocks * self.ns.block_tokens
-        if blocks and self.hybrid:
-            if opened is not None and opened.tokens == tokens:
-                payload = torch.frombuffer(bytearray(opened.payload), dtype=torch.uint8)
-            else:
-                start = self._replay_start(tokens, replay)
-                flat = torch.as_tensor(ids, dtype=torch.long)
-                payload = hf_replay.replay(self.model, self.layout, contents, flat, start, tokens)
+        way, rows = self._fetch(hasher, state, replay)
+        if way is None:
+            return hf_copy.build(self.model.config, {}, 0), 0
+        tokens = way.blocks * self.ns.block_tokens
+        contents = hf_copy.scatter(self.layout, rows)
+        if self.hybrid:
+            flat = torch.as_tensor(ids, dtype=torch.long)
+            payload = (
+                hf_replay.replay(self.model, self.layout, contents, flat, way.start, tokens)
+                if way.data is None
+                else torch.frombuffer(bytearray(way.data), dtype=torch.uint8)
+            )
             for layer, fields in hf_copy.scatter_state(self.layout, payload, tokens).items():
                 contents.setdefault(layer, {}).update(fields)
         return hf_copy.build(self.model.config, contents, tokens), tokens
 
-    def _open(self, hasher: PrefixHasher, state: bytes | None) -> hf_state.Opened | None:
-        """The state, if it fits and leaves a token to compute."""
-        if state is None or not self.hybrid:
-            return None
-        opened = hf_state.unseal(self.ns, hasher, state, self.layout.state_bytes)
-        if isinstance(opened, str):
-            log.info("%s: %s", self.ns.name, opened)
-            return None
-        return opened if opened.tokens < hasher.n_tokens else None
+    def _way(
+        self, hasher: PrefixHasher, stored: int, state: bytes | None, replay: Replay
+    ) -> _Way | None:
+        """How to go on, with so many blocks stored; None for a miss."""
+        # A state is the whole window, and a cache of transformers takes no token back: other than
+        # in kvfs.state no ring is left to compute, one token is.
+        size = self.ns.block_tokens
+        most = min(stored, max(0, hasher.n_tokens - 1) // size)
+        if not self.hybrid:
+            return _Way(most) if most else None
+        if state is not None:
+            given = hf_state.unseal(self.ns, hasher, state)
+            if isinstance(given, str):
+                log.info("%s: %s", self.ns.name, given)
+            elif given.tokens <= most * size:
+                return _Way(given.tokens // size, given.data)
+        start = self._replay_start(most * size, replay)
+        if self.slots is not None:
+            # A slot before the replay's start would save less than the replay does.
+            found = hf_state.find(self.slots, hasher, most, max(0, start // size - 1))
+            if found is not None:
+                return _Way(found.tokens // size, found.data)
+        return _Way(most, start=start) if start else None
 
     def _replay_start(self, tokens: int, replay: Replay) -> int:
         if replay == "never":
             return 0
         return hf_replay.replay_start(self.identity, tokens, exact=replay == "exact")
 
-    def _useful(self, blocks: int, opened: hf_state.Opened | None, replay: Replay) -> bool:
-        """The model can go on from so many blocks, and that saves something."""
-        tokens = blocks * self.ns.block_tokens
-        if not self.hybrid or (opened is not None and opened.tokens == tokens):
-            return blocks > 0
-        return self._replay_start(tokens, replay) > 0
-
     def _fetch(
-        self, hasher: PrefixHasher, opened: hf_state.Opened | None, replay: Replay
-    ) -> tuple[int, Any]:
-        """(blocks that are of use, their rows); a state limits them to its position."""
-        # A state is the whole window and a cache of transformers takes nothing back, so that, other
-        # than in kvfs.state, no ring is left to compute: one token is.
-        most = (opened.tokens if opened else max(0, hasher.n_tokens - 1)) // self.ns.block_tokens
+        self, hasher: PrefixHasher, state: bytes | None, replay: Replay
+    ) -> tuple[_Way | None, Any]:
+        """How to go on with what could be fetched, and the rows for it."""
         try:
             plan = self.store.check(self.ns, hasher)
         except InputError:
             raise
         except KvfsError as e:
             log.warning("%s: cannot check: %s", self.ns.name, e)
-            return 0, None
-        wanted = min(most, plan.stored_blocks)
-        if not self._useful(wanted, opened, replay):
-            log.info("%s: a miss: %d blocks stored, %s", self.ns.name, wanted, plan.reason)
-            return 0, None
-        rows = hf_copy.new_rows(self.layout, wanted)
-        result = self.store.fetch(self.ns, plan, hasher, rows.view(-1).numpy(), blocks=wanted)
-        if result.reason is not None:
-            log.info("%s: %s at block %d", self.ns.name, result.reason, result.blocks)
-        if not self._useful(result.blocks, opened, replay):
-            return 0, None
-        return result.blocks, rows[: result.blocks]
+            return None, None
+        way = self._way(hasher, plan.stored_blocks, state, replay)
+        if way is None:
+            why = "no state" if self.hybrid and plan.stored_blocks else plan.reason
+            log.info("%s: a miss: %d blocks stored, %s", self.ns.name, plan.stored_blocks, why)
+            return None, None
+        rows = hf_copy.new_rows(self.layout, way.blocks)
+        got = self.store.fetch(self.ns, plan, hasher, rows.view(-1).numpy(), blocks=way.blocks)
+        if not got.complete:
+            log.info("%s: %s at block %d", self.ns.name, got.reason, got.blocks)
+            way = self._way(hasher, got.blocks, state, replay)
+        return way, rows[: way.blocks if way else 0]
 
     # both
 

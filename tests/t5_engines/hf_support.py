@@ -18,6 +18,7 @@ from kvfs.connectors.transformers import CacheStore, digest_weights
 BLOCK = 128
 LENGTH = 333  # two whole blocks, and 77 tokens to compute
 HELD = LENGTH // BLOCK * BLOCK
+HYBRID = ["mistral", "gemma3_text", "gpt_oss", "deepseek_v4"]
 LOGGER = "kvfs.connectors.transformers"
 IDS = tiny_models.prompt(LENGTH)
 
@@ -60,9 +61,10 @@ class Child:
         self.ready = False
 
     def restored(
-        self, name: str, store: Path, ids: Any, state: bytes | None = None
-    ) -> tuple[int, Any]:
-        """(tokens the child loaded, its logits of all others)."""
+        self, name: str, store: Path, ids: Any, state: bytes | None = None,
+        slots: Path | None = None,
+    ) -> tuple[int, Any]:  # fmt: skip
+        """(tokens the child loaded, its logits of all others). slots: directory of a slot pool."""
         assert self.process.stdin is not None and self.process.stdout is not None
         if not self.ready:
             assert self.process.stdout.readline() == "ready\n"
@@ -73,7 +75,7 @@ class Child:
         request = {
             "name": name, "store": str(store), "index": str(work / "index-of-child"),
             "tokens": ids[0].tolist(), "state": str(work / "state") if state else None,
-            "out": str(work / "logits"),
+            "slots": str(slots) if slots else None, "out": str(work / "logits"),
         }  # fmt: skip
         print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline())

@@ -18,7 +18,18 @@ pytest.importorskip("transformers")
 
 import tiny_models
 import torch
-from hf_support import BLOCK, HELD, IDS, LOGGER, Child, cache_store, filled, noise, overwrite
+from hf_support import (
+    BLOCK,
+    HELD,
+    HYBRID,
+    IDS,
+    LOGGER,
+    Child,
+    cache_store,
+    filled,
+    noise,
+    overwrite,
+)
 from transformers import DynamicCache
 
 from kvfs import Store
@@ -26,9 +37,6 @@ from kvfs.backend import PosixBackend
 from kvfs.connectors import hf_copy
 from kvfs.connectors import transformers as connector
 from kvfs.testing.faults import Fail, FaultyBackend
-
-HYBRID = {"mistral", "gemma3_text", "gpt_oss", "deepseek_v4"}
-
 
 # through the store and back
 

@@ -13,12 +13,24 @@ pytest.importorskip("transformers")
 
 import tiny_models
 import torch
-from hf_support import BLOCK, HELD, IDS, LOGGER, cache_store, filled, noise, overwrite
+from hf_support import (
+    BLOCK,
+    HELD,
+    HYBRID,
+    IDS,
+    LOGGER,
+    Child,
+    cache_store,
+    filled,
+    noise,
+    overwrite,
+)  # fmt: skip
 from transformers import DynamicCache, cache_utils
 
 from kvfs import Store
 from kvfs.connectors import hf_copy
 from kvfs.errors import InputError
+from kvfs.state.slots import SlotPool
 
 # taken and refused
 
@@ -67,15 +79,66 @@ def test_a_state_that_does_not_fit_is_a_miss(
     elsewhere = IDS.clone()
     elsewhere[0, 0] += 1
     for why, bad in {
-        "state damaged": bytes(flipped), "state too short": state[:63],
-        "state of an unknown format": b"X" + state[1:], "state of another model":
-        other.state(IDS[:, :HELD], filled(mistral, IDS[:, :HELD])),
-        "state of other tokens": cs.prefill(elsewhere).state,
+        "state is damaged": bytes(flipped), "description has 136 bytes": state[:63],
+        "not the description of a slot": b"X" + state[1:],
+        "of another model": other.state(IDS[:, :HELD], filled(mistral, IDS[:, :HELD])),
+        "of other tokens": cs.prefill(elsewhere).state,
     }.items():  # fmt: skip
         caplog.clear()
         with caplog.at_level(logging.INFO, LOGGER):
             assert cs.load(IDS, bad)[1] == 0
         assert why in caplog.text
+
+
+# kept in slots
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_slot_is_found_by_a_new_process(
+    name: str, child: Child, store: Store, store_dir: Path, tmp_path: Path
+) -> None:
+    model = tiny_models.build(name)
+    cs = cache_store(store, model)
+    with SlotPool.open(cs.identity, 1 << 20, directory=str(tmp_path)) as cs.slots:
+        cache = cs.prefill(IDS).cache
+        in_memory = tiny_models.logits(model, IDS, cache)
+        tokens, logits = child.restored(name, store_dir, IDS, slots=tmp_path)
+    assert tokens == HELD
+    assert torch.equal(logits, in_memory)
+
+
+def test_the_slot_of_the_longest_prefix_is_taken(
+    store: Store, mistral: Any, tmp_path: Path
+) -> None:
+    cs = cache_store(store, mistral)
+    ids = tiny_models.prompt(600)
+    with SlotPool.open(cs.identity, 1 << 20, directory=str(tmp_path)) as cs.slots:
+        for held in (BLOCK, 3 * BLOCK):
+            cs.prefill(ids[:, : held + 1])
+        cs.save(ids, filled(mistral, ids))  # four blocks, and no state at the end of the fourth
+        assert cs.slots.stats()["used"] == 2
+        assert [cs.load(ids[:, :length])[1] for length in (600, 385, 384)] == [384, 384, 128]
+        store.remove(cs.ns, ids[0], from_block=2)
+        assert cs.load(ids)[1] == 128
+
+
+def test_a_slot_is_taken_unless_a_replay_saves_more(store: Store, tmp_path: Path) -> None:
+    """A replay saves the tokens before its start, a slot those before its position."""
+    model = tiny_models.build("gemma3_text", sliding_window=16)  # 46 tokens are replayed
+    cs = cache_store(store, model)
+    ids = tiny_models.prompt(600)
+    with SlotPool.open(cs.identity, 1 << 20, directory=str(tmp_path)) as cs.slots:
+        cs.prefill(ids[:, : 2 * BLOCK + 1])
+        cs.save(ids, filled(model, ids))
+        assert cs.load(ids)[1] == 4 * BLOCK, "a replay from 384 on"
+        assert cs.load(ids[:, :512])[1] == 2 * BLOCK, "a replay would begin at 256 too"
+
+
+def test_a_pool_of_another_model_is_refused(store: Store, mistral: Any, tmp_path: Path) -> None:
+    cs, other = (cache_store(store, mistral, weights=w) for w in "ab")
+    pool = SlotPool.open(other.identity, 1 << 20, directory=str(tmp_path))
+    with pool, pytest.raises(InputError, match="another namespace"):
+        cs.slots = pool
 
 
 # made anew

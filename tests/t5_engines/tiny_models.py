@@ -116,13 +116,18 @@ def restore(request: dict[str, Any]) -> dict[str, Any]:
     """One request of the child; see `restored` in test_transformers.py."""
     from kvfs import Store
     from kvfs.connectors.transformers import CacheStore, digest_weights
+    from kvfs.state.slots import SlotPool
 
     model = build(request["name"])
     ids = torch.tensor([request["tokens"]])
     state = Path(request["state"]).read_bytes() if request["state"] else None
     with Store.open(request["store"], index=request["index"]) as store:
         cs = CacheStore(store, model, weights=digest_weights(model), tokenizer="none")
+        if request["slots"]:
+            cs.slots = SlotPool.open(cs.identity, directory=request["slots"])
         cache, tokens = cs.load(ids, state)
+        if cs.slots is not None:
+            cs.slots.close()
     Path(request["out"]).write_bytes(logits(model, ids, cache).numpy().tobytes())
     return {"tokens": tokens, "namespace": cs.identity.name}
 
