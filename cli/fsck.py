@@ -18,7 +18,7 @@ MANUAL = {
     damage -- stored blocks cannot be had, or the index would answer wrongly. Kinds: record,
     short, missing, unreadable, index
     warning -- something is wrong that no read needs. Kinds: padding, gap, header, footer,
-    journal, untold
+    journal, checkpoint, untold
     note -- normal, and worth knowing. Kinds: orphan, unsealed, dropped, duplicate, newer,
     strange, behind
     """,
