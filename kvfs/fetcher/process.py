@@ -30,10 +30,9 @@ from kvfs.fetcher.core import Core
 from kvfs.fetcher.launch import Options, socket_path
 from kvfs.fetcher.server import Server
 from kvfs.fetcher.workers import Workers
-from kvfs.index.place import filesystem_type
+from kvfs.filesystems import LOCAL_DISKS, filesystem_type
 
 log = logging.getLogger(__name__)
-_LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
 _STOP_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
 Ready = Callable[[str], None]
@@ -84,7 +83,7 @@ def _serve(
     connection: int | None, ready: Ready,
 ) -> None:  # fmt: skip
     core = Core(arena.view, Ranges(CONTROL_BYTES, arena.size), ControlArea(arena.view))
-    local = filesystem_type(backend.root) in _LOCAL_DISKS
+    local = filesystem_type(backend.root) in LOCAL_DISKS
     workers = Workers(core, backend, store, options.threads or _threads(local), one_by_one=local)
     server = Server(core, arena.reader_fd(), workers.stalled_seconds, options.stall_seconds)
     # A worker that comes back from a read wants the interpreter at once, not in 5 ms.

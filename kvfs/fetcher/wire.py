@@ -208,8 +208,8 @@ def welcome() -> bytes:
 
 def parse_welcome(data: bytes) -> int:
     """A whole WELCOME; returns the fetcher's pid. Raises InputError for another version."""
-    length, kind, _ = parse_head(data)
     version, pid = _pair(data[HEAD.size :], "WELCOME")
+    length, kind, _ = parse_head(data)
     if (kind, length) != (WELCOME, _PAIR.size) or version != VERSION:
         raise InputError(f"the fetcher is of another version than {VERSION}")
     return pid
