@@ -40,6 +40,20 @@ MANUAL = {
 
     What mount(8), fstab and systemd use among themselves (_netdev, nofail, x-...) is ignored.
     """,
+    "What is shown": """
+    A file is a block: the bytes the engine stored, verified when they are first read; what does
+    not verify is an I/O error and a line in the log. A folder's `tokens` has the token ids, a line
+    a block, ten digits each. What has expired is not shown. mtime is when a block was stored,
+    atime when it was last renewed.
+
+    A number of an inode stands for one content for ever. A name that another process evicted may
+    be seen by stat(2) for up to 10 seconds; listing and opening tell the truth at once. Blocks
+    that other hosts store appear within about 2 seconds.
+
+    `getfattr -d` on a block gives its hash, class and expiry and where it lies in the store; on
+    the top directory the mount's process (user.kvfs.pid) and how many requests of each kind it
+    has had (user.kvfs.requests).
+    """,
     "fstab": """
     A line of /etc/fstab, with `mount.kvfs` in /sbin:
 

@@ -21,11 +21,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfs import mountinfo
 from kvfs.errors import ConfigError, KvfsError
+from kvfs.index.place import default_root
 from kvfs.store import Store
 from kvfs.vfs import Tree
 
@@ -62,11 +63,12 @@ def mount(options: MountOptions, say: Callable[[str], None]) -> None:
     say: for notes to the user. Raises ConfigError, BusyError, and what Store.open raises.
     """
     _require(options)
-    point = mountinfo.real_point(options.point)
+    options, point = _absolute(options), mountinfo.real_point(options.point)
     for line in mountinfo.replace_stale(point):
         say(line)
     if not os.path.isdir(point):
         raise ConfigError(f"{point}: not a directory")
+    _require_apart(options, point)
     if options.foreground:
         _serve(options, point, lambda: None)
     else:
@@ -87,6 +89,26 @@ def _require(options: MountOptions) -> None:
         )
     if options.allow_other and os.geteuid() != 0 and not _users_may_allow_others():
         raise ConfigError(f"--allow-other needs the line user_allow_other in {_FUSE_CONF}")
+
+
+def _absolute(options: MountOptions) -> MountOptions:
+    """The options with paths that stay right when the process leaves its directory."""
+    index = options.index or default_root()
+    log = options.log if options.log in (None, "syslog") else os.path.abspath(str(options.log))
+    return replace(
+        options, store=os.path.abspath(options.store), index=os.path.abspath(index), log=log
+    )
+
+
+def _require_apart(options: MountOptions, point: str) -> None:
+    """Raises ConfigError if the mount would lie over what its process needs: it would wait for
+    itself for ever."""
+    for path in (options.store, options.index, options.log):
+        if path in (None, "syslog"):
+            continue
+        real = os.path.realpath(str(path))
+        if real == point or real.startswith(point.rstrip("/") + "/"):
+            raise ConfigError(f"{point}: the mount would hide {path}; choose another directory")
 
 
 def _users_may_allow_others() -> bool:
@@ -314,6 +336,7 @@ def _logging(options: MountOptions, store: Store) -> Iterator[None]:
     logger = logging.getLogger("kvfs")
     logger.addHandler(handler)
     logger.setLevel(min(logging.INFO, logger.level or logging.INFO))
+    logger.propagate = False  # -v has set up a log of its own, on the same terminal
     stacks = open(path, "a") if path not in (None, "syslog") else None  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks or sys.stderr)
     try:
@@ -321,6 +344,7 @@ def _logging(options: MountOptions, store: Store) -> Iterator[None]:
     finally:
         faulthandler.unregister(signal.SIGUSR1)
         logger.removeHandler(handler)
+        logger.propagate = True
         handler.close()
         if stacks is not None:
             stacks.close()

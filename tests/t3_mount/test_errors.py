@@ -86,6 +86,7 @@ def test_what_is_gone_while_it_is_looked_at(place: Mounted) -> None:
     place.put(1, 2, 3)
     place.mount()
     (node,) = place.space.glob("000000-*")
+    assert len([os.stat(e.path) for e in os.scandir(node)]) == 4  # the kernel knows all names now
     opened = os.open(node / "000002.kv", os.O_RDONLY)
     inside = os.open(node, os.O_RDONLY)
     first = os.pread(opened, 100, 0)
@@ -99,6 +100,23 @@ def test_what_is_gone_while_it_is_looked_at(place: Mounted) -> None:
     os.close(inside)
     place.put(1, 2, 3)
     assert (node / "000002.kv").read_bytes()[:100] == first
+
+
+def test_other_bytes_under_the_same_name(place: Mounted) -> None:
+    """The same tokens computed again are other bytes; those before are never served for them."""
+    place.put(1, 2)
+    place.mount()
+    (node,) = place.space.glob("000000-*")
+    file, tokens = node / "000001.kv", tokens_of([1, 2], 128)
+    old, ino = file.read_bytes(), os.stat(file).st_ino
+    place.store.remove(place.ns, tokens, from_block=1)
+    row = bytes(reversed(old))
+    assert place.store.put(place.ns, tokens, row, first_block=1).stored == 1
+    assert file.read_bytes() == row
+    assert os.stat(file).st_ino != ino
+    place.store.remove(place.ns, tokens, from_block=1)
+    place.put(1, 3)
+    assert file.read_bytes() == payload(hashes_of(place.ns, tokens_of([1, 3], 128))[1], 300_000)
 
 
 # the guard, in process: no bug is known that could be provoked from outside

@@ -184,6 +184,29 @@ def test_what_cannot_be_mounted_says_so_in_a_line(place: Mounted) -> None:
     assert not place.is_mounted()
 
 
+def test_a_mount_over_what_it_needs_is_refused(place: Mounted) -> None:
+    """Its process would wait for itself."""
+    for point in (place.root, Path(place.store.path), place.index):
+        done = place.kvctl(*place.arguments()[:-1], str(point))
+        assert done.returncode == 7 and "would hide" in one_line(done.stderr)
+    log = place.point / "log"
+    done = place.try_mount("--log", str(log))
+    assert done.returncode == 7 and "would hide" in one_line(done.stderr)
+
+
+def test_relative_paths(place: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.put(1)
+    monkeypatch.chdir(place.root)
+    done = place.kvctl("mount", "--store=store", "--index=index", "--log=mount.log", "mnt")
+    assert done.returncode == 0, done.stderr
+    assert len(list(place.space.glob("*/*.kv"))) == 1 and "mounted at" in place.log()
+    os.chdir(place.point)
+    done = place.kvctl("umount", ".")
+    assert done.returncode == 5 and f"process {os.getpid()}" in one_line(done.stderr)
+    os.chdir("/")
+    assert place.umount().returncode == 0
+
+
 def test_without_the_packages(place: Mounted) -> None:
     for package in ("pyfuse3", "trio"):
         code = (
