@@ -103,7 +103,7 @@ def _settings(settings: Settings) -> Iterator[Fact]:
 def _store(settings: Settings) -> Iterator[Fact]:
     from kvfs.backend import PosixBackend
     from kvfs.config import MARKER, load_config
-    from kvfs.index.place import filesystem_type
+    from kvfs.filesystems import filesystem_type
 
     try:
         path = settings.store
@@ -134,7 +134,8 @@ def _direct(path: str) -> Fact:
 
 
 def _index(settings: Settings) -> Iterator[Fact]:
-    from kvfs.index.place import default_root, filesystem_type, require_local
+    from kvfs.filesystems import filesystem_type
+    from kvfs.index.place import default_root, require_local
 
     place = settings.index or default_root()
     kind = filesystem_type(place)

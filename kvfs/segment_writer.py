@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvfs.backend import Backend, OpenFile, WriteCut, write_all
 from kvfs.backend.base import Buffer
@@ -23,8 +25,10 @@ from kvfs.namespace import Namespace
 from kvfs.record import PAGE, RunBlocks, encode_metas
 from kvfs.segment import Header, encode_end, segment_id, segment_path
 
-# Records are hashed and written a few at a time, so that the write finds them in cache.
+# Records are hashed and written a few at a time: the next are hashed while these are written.
 WRITE_BYTES = 4 << 20
+RESERVE_BYTES = 64 << 20
+"""The most room a segment takes before it needs it; a writer that is killed leaves so much."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class OpenSegment:
     file: OpenFile
     slots: int = 0
     """Slots handed out."""
+    reserved: int = 1 << 20
+    """Bytes of the file that have room."""
     busy: int = 0
     """Runs that are being written or published; it is sealed only when there are none."""
     published: bool = False
@@ -61,6 +67,38 @@ class Written:
     slot: int
     blocks: int
     error: KvfsError | None
+
+
+class _Ahead:
+    """Encodes the next records in a thread while the caller writes those before them.
+
+    Yields, for each count, the list of so many metas. A single batch is encoded as it is asked for.
+    """
+
+    def __init__(self, metas: Iterator[bytes], counts: list[int]) -> None:
+        self._metas = metas
+        self._counts = counts
+        self._pool = ThreadPoolExecutor(1, "kvfs-encode") if len(counts) > 2 else None
+
+    def __enter__(self) -> Iterator[list[bytes]]:
+        return self._batches()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _batches(self) -> Iterator[list[bytes]]:
+        if self._pool is None:
+            yield from (self._next(n) for n in self._counts)
+            return
+        coming = self._pool.submit(self._next, self._counts[0])
+        for n in self._counts[1:]:
+            ready, coming = coming.result(), self._pool.submit(self._next, n)
+            yield ready
+        yield coming.result()
+
+    def _next(self, n: int) -> list[bytes]:
+        return list(islice(self._metas, n))
 
 
 class SegmentWriter:
@@ -162,21 +200,34 @@ class SegmentWriter:
         payloads: list[memoryview], now_ms: int,
     ) -> None:  # fmt: skip
         """Raises WriteCut whose `written` counts bytes of records, from the run's start on."""
+        geometry = segment.header.geometry
+        self._reserve_room(segment, geometry.offset(slot + len(payloads) - 1) + geometry.stride)
         metas = encode_metas(ns.shape, run, now_ms, payloads)
-        geometry, at, done = segment.header.geometry, 0, 0
-        batch = max(1, WRITE_BYTES // geometry.stride)
-        for offset, count in geometry.pieces(slot, len(payloads)):
-            for first in range(0, count, batch):
-                n = min(batch, count - first)
+        pieces = list(geometry.pieces(slot, len(payloads), WRITE_BYTES))
+        at = done = 0
+        with _Ahead(metas, [n for _, n in pieces]) as encoded:
+            for (offset, n), tails in zip(pieces, encoded, strict=True):
                 buffers: list[Buffer] = []
-                for payload in payloads[at : at + n]:
-                    buffers += (payload, next(metas))
+                for payload, tail in zip(payloads[at : at + n], tails, strict=True):
+                    buffers += (payload, tail)
                 try:
-                    write_all(self.backend, segment.file, buffers, offset + first * geometry.stride)
+                    write_all(self.backend, segment.file, buffers, offset)
                 except WriteCut as e:
                     e.written += done
                     raise
+                if self.config.durability != "none":
+                    self.backend.write_behind(segment.file, offset, n * geometry.stride)
                 at, done = at + n, done + n * geometry.stride
+
+    def _reserve_room(self, segment: OpenSegment, end: int) -> None:
+        """Takes room up to `end`, and more the more the segment has: writing into room that is
+        there costs two thirds of growing the file (116 MB: 17 ms beside 25)."""
+        if end <= segment.reserved:
+            return
+        size = max(end, min(segment.reserved * 2, segment.reserved + RESERVE_BYTES))
+        with contextlib.suppress(OSError):  # no room for it all: as much as fits is written
+            self.backend.reserve(segment.file, min(size, self.config.segment_bytes))
+        segment.reserved = size
 
     def release(self, segment: OpenSegment) -> None:
         """One run less under way; a segment that takes no more runs is sealed after the last."""
@@ -218,9 +269,8 @@ class SegmentWriter:
         used = max((e.slot + e.count for e in segment.entries), default=0)
         end = g.offset(used - 1) + g.stride if used else g.first
         offset = -(-end // PAGE) * PAGE
-        # A poisoned segment may hold torn records behind the last good one.
-        if segment.poisoned:
-            self.backend.truncate(segment.file, offset)
+        # Room that was not needed, and torn records of a write that failed.
+        self.backend.truncate(segment.file, offset)
         seed = int.from_bytes(segment.header.segment_id[:8], "little")
         frames, at = bytearray(), 0
         entries: list[Entry] = [segment.entry(), *segment.entries]

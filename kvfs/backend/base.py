@@ -70,6 +70,17 @@ class Backend(Protocol):
         """One vectored write; returns the bytes written, which may be fewer than given."""
         ...
 
+    def reserve(self, file: OpenFile, size: int) -> None:
+        """Takes room for the file's first `size` bytes, if that is cheap here; else does nothing.
+
+        Bytes that were never written read as zeros. ENOSPC if there is no room.
+        """
+        ...
+
+    def write_behind(self, file: OpenFile, offset: int, length: int) -> None:
+        """Starts to make what was written durable, without waiting; `sync` has less to do."""
+        ...
+
     def sync(self, file: OpenFile) -> None:
         """Makes all completed writes to the file durable."""
         ...

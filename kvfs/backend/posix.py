@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Sequence
 
 from kvfs.backend.base import Buffer, OpenFile, read_into, write_all
+from kvfs.filesystems import LOCAL_DISKS, filesystem_type
 
 # One call moves at most 0x7ffff000 bytes on Linux; read_into and write_all loop over the rest.
 _FILE_MODE = 0o600
@@ -25,6 +26,7 @@ class PosixBackend:
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)
+        self._local_disk = filesystem_type(self.root) in LOCAL_DISKS
 
     def _at(self, path: str) -> str:
         return os.path.join(self.root, path)
@@ -62,6 +64,15 @@ class PosixBackend:
 
     def writev(self, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(file.fd, buffers, offset)
+
+    def reserve(self, file: OpenFile, size: int) -> None:
+        # Where the file system cannot, the C library writes into every block instead.
+        if self._local_disk:
+            os.posix_fallocate(file.fd, 0, size)
+
+    def write_behind(self, file: OpenFile, offset: int, length: int) -> None:
+        # Dirty pages are not dropped by this: their writing begins, and they stay in memory.
+        os.posix_fadvise(file.fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self, file: OpenFile) -> None:
         os.fdatasync(file.fd)

@@ -11,7 +11,7 @@ from typing import Any
 from kvfs import __version__
 from kvfs.bench import BENCHES
 from kvfs.bench.timing import Options, Row
-from kvfs.index.place import filesystem_type
+from kvfs.filesystems import filesystem_type
 
 HEADER = ("figure", "median", "limit", "ratio", "limit", "beside", "")
 RIGHT = "lrrrrrl"

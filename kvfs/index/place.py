@@ -16,6 +16,7 @@ import os
 import xxhash
 
 from kvfs.errors import ConfigError
+from kvfs.filesystems import filesystem_type
 
 ENVIRONMENT = "KVFS_INDEX"
 FORCE_ENVIRONMENT = "KVFS_INDEX_FORCE"
@@ -35,20 +36,6 @@ def default_root() -> str:
         return "/var/cache/kvfs"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "kvfs")
-
-
-def filesystem_type(path: str) -> str:
-    """The kernel's name of the file system that holds `path` or its nearest existing parent."""
-    at = os.path.realpath(path)
-    best, kind = "", "unknown"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
-        for line in f:
-            fields, _, rest = line.partition(" - ")
-            point = fields.split(" ")[4].encode().decode("unicode_escape")
-            inside = at == point or at.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, rest.split(" ", 1)[0]
-    return kind
 
 
 def require_local(path: str, *, force: bool = False) -> None:

@@ -303,6 +303,12 @@ class FaultyBackend:
         done: int = self._call("writev", file.path, run, offset=offset, buffers=buffers)
         return done
 
+    def reserve(self, file: OpenFile, size: int) -> None:
+        self._call("reserve", file.path, lambda _: self.inner.reserve(file, size))
+
+    def write_behind(self, file: OpenFile, offset: int, length: int) -> None:
+        self.inner.write_behind(file, offset, length)
+
     def sync(self, file: OpenFile) -> None:
         def run(_: int | None) -> None:
             self.inner.sync(file)
