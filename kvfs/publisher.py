@@ -20,7 +20,7 @@ from kvfs.frames import Entry, RunEntry, SealEntry
 from kvfs.index import Index, OutOfStep, apply_journal
 from kvfs.index.apply import Applier
 from kvfs.index.index import add_counters
-from kvfs.journal import IDLE_SECONDS, ROLL_BYTES, Header, JournalWriter
+from kvfs.journal import HEADER_BYTES, IDLE_SECONDS, ROLL_BYTES, Header, JournalWriter
 from kvfs.segment_writer import Written
 
 
@@ -127,6 +127,10 @@ class Publisher:
             except KvfsError as e:
                 for c in group:
                     c.error = e
+            except BaseException as e:
+                for c in group:  # the others must not take it for done
+                    c.error = KvfsError(f"not published: {e!r}")
+                raise
             finally:
                 for c in group:
                     c.done = True
@@ -163,20 +167,37 @@ class Publisher:
         """Appends to the journal; a journal that failed is abandoned and a new one tried once."""
         for attempt in (0, 1):
             journal = self._current_journal()
+            start = journal.end
             try:
-                start, ends = journal.append(entries)
+                _, ends = journal.append(entries)
                 if durable:
                     journal.sync()
                 return journal, start, ends
             except OSError:
-                # Readers stop at the torn frame; what they got of these entries before it is
-                # written whole, and applying it twice changes nothing.
-                self._journal, self._before = None, journal.end
-                with contextlib.suppress(OSError):
-                    journal.close()
+                self._abandon(journal, start)
                 if attempt:
                     raise
         raise AssertionError("unreachable")
+
+    def _abandon(self, journal: JournalWriter, end: int) -> None:
+        """Leaves a journal that failed, cut off behind what was published in it.
+
+        Where it cannot be cut, readers take what there is up to the first torn frame: entries that
+        are published again elsewhere, which changes nothing, or that never were, whose blocks a
+        fetch will then miss.
+        """
+        self._journal = None
+        with contextlib.suppress(OSError):
+            if end == HEADER_BYTES:
+                # It was never made durable: should the machine go down it may be gone, and behind
+                # a missing number nobody reads on.
+                self.backend.unlink(journal.path)
+                self._next = journal.number
+            else:
+                self._before = end
+                self.backend.truncate(journal.file, end)
+        with contextlib.suppress(OSError):
+            journal.close()
 
     def _current_journal(self) -> JournalWriter:
         idle = time.monotonic() - self._used > IDLE_SECONDS
