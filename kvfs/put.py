@@ -123,7 +123,7 @@ class Putter:
             return 0, error
         counters = {
             "put_blocks": stored, "put_bytes": stored * ns.row_bytes,
-            "put_existing": found.blocks, "store_failures": int(error is not None),
+            "put_existing": found.blocks,
         }  # fmt: skip
         try:
             self.writer.publish(runs, renewals, counters)

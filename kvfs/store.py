@@ -281,11 +281,14 @@ class Store(LocalStore):
         try:
             writer = self.writer()
         except KvfsError as e:
-            self._count("store_failures")
             rest = hasher.n_tokens % ns.block_tokens
-            return PutResult(hasher.n_blocks, 0, 0, 0, rest, False, e)
-        putter = Putter(self.index, writer, self.catalog.seconds_by_number())
-        return putter.put(ns, hasher, payloads, first_block, ttl)
+            result = PutResult(hasher.n_blocks, 0, 0, 0, rest, False, e)
+        else:
+            putter = Putter(self.index, writer, self.catalog.seconds_by_number())
+            result = putter.put(ns, hasher, payloads, first_block, ttl)
+        if result.error is not None and not isinstance(result.error, InputError):
+            self._count("store_failures")
+        return result
 
     # renewing and removing
 
