@@ -126,9 +126,14 @@ class FetchClient:
         if not pieces:
             return Ticket.missed(ns, first, "")
         request = wire.FetchRequest(ns.nsid, pieces, until, priority, checksums)
-        with self._asking:
-            self._tell(ns)
-            kind, body = self._ask(wire.fetch(request, self._next()), until)
+        try:
+            with self._asking:
+                self._tell(ns)
+                kind, body = self._ask(wire.fetch(request, self._next()), until)
+        except BackendError:
+            if self._gone or time.monotonic() < until:
+                raise
+            return Ticket.missed(ns, first, "deadline")
         if kind == wire.REFUSED:
             code, text = wire.parse_refused(body)
             raise _REFUSALS.get(code, BackendError)(text)
@@ -158,7 +163,7 @@ class FetchClient:
     def _figures(self, kind: int) -> dict[str, int]:
         until = time.monotonic() + ANSWER_SECONDS
         with self._asking:
-            _, body = self._ask(wire.frame(kind, number=self._next()), until)
+            _, body = self._ask(wire.frame(kind, number=self._next()), until, patient=True)
         figures: dict[str, int] = json.loads(body)
         return figures
 
@@ -168,13 +173,16 @@ class FetchClient:
         self._number = (self._number + 1) % wire.NUMBERS
         return self._number
 
-    def _ask(self, question: bytes, until: float) -> tuple[int, bytes]:
+    def _ask(self, question: bytes, until: float, *, patient: bool = False) -> tuple[int, bytes]:
         """Sends a frame and returns the answer's type and body. Raises BackendError if there is
-        none in time; one that comes later is dropped."""
+        none in time; one that comes later is dropped.
+
+        patient: wait even for a fetcher that has not answered the last question.
+        """
         while self.orphans:
             self.release(*self.orphans.popleft())
         until = min(until, time.monotonic() + ANSWER_SECONDS)
-        if self._silent and not self._heard(time.monotonic()):
+        if self._silent and not self._heard(until if patient else time.monotonic()):
             raise BackendError("fetcher silent: it has not answered the last request")
         self._send(question)
         while self._heard(until):

@@ -86,12 +86,14 @@ def _serve(
     local = filesystem_type(backend.root) in LOCAL_DISKS
     workers = Workers(core, backend, store, options.threads or _threads(local), one_by_one=local)
     server = Server(core, arena.reader_fd(), workers.stalled_seconds, options.stall_seconds)
+    sock = _listen(name) if connection is None else socket.socket(fileno=connection)
     # A worker that comes back from a read wants the interpreter at once, not in 5 ms.
     sys.setswitchinterval(0.0002)
     workers.start()
     try:
-        trio.run(_main, server, options, name, connection, ready)
+        trio.run(_main, server, options, name, sock, ready)
     finally:
+        sock.close()
         if not workers.stop(_STOP_SECONDS):
             # Threads that hang in the storage cannot be joined, and may still write to the arena.
             log.warning("the storage does not answer; leaving its readers to the kernel")
@@ -105,35 +107,33 @@ def _threads(local: bool) -> int:
     return max(1, min(4, (os.cpu_count() or 1) // 2)) if local else 8
 
 
+def _listen(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name)  # of a fetcher that is dead: the lock is ours
+    try:
+        sock.bind(name)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"{name}: {e.strerror or e}; set KVFS_RUNTIME") from e
+    sock.listen(128)
+    return sock
+
+
 async def _main(
-    server: Server, options: Options, name: str, connection: int | None, ready: Ready
+    server: Server, options: Options, name: str, sock: socket.socket, ready: Ready
 ) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_until_signal, server)
         if options.parent is not None:
             nursery.start_soon(_until_end_of, options.parent, server)
-        if connection is not None:
-            ready("")
-            await server.serve_one(trio.socket.from_stdlib_socket(socket.socket(fileno=connection)))
+        ready(name)
+        if name:
+            nursery.start_soon(_until_unused, server, name, options.idle_seconds)
+            await server.serve(trio.socket.from_stdlib_socket(sock))
         else:
-            with await _listen(name) as listener:
-                nursery.start_soon(_until_unused, server, name, options.idle_seconds)
-                ready(name)
-                await server.serve(listener)
+            await server.serve_one(trio.socket.from_stdlib_socket(sock))
         nursery.cancel_scope.cancel()
-
-
-async def _listen(name: str) -> trio.socket.SocketType:
-    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name)  # of a fetcher that is dead: the lock is ours
-    try:
-        await listener.bind(name)
-    except OSError as e:
-        listener.close()
-        raise ConfigError(f"{name}: {e.strerror or e}; set KVFS_RUNTIME") from e
-    listener.listen(128)
-    return listener
 
 
 # what ends it

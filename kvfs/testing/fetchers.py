@@ -32,7 +32,7 @@ class FetcherThread:
     """A fetcher for one store; a context manager. Its parts may be looked at."""
 
     def __init__(
-        self, backend: Backend, store: bytes, *, arena_bytes: int = 16 << 20, threads: int = 2,
+        self, backend: Backend, store: bytes, *, arena_bytes: int = 32 << 20, threads: int = 2,
         stall_seconds: float = 5.0, one_by_one: bool = False,
     ) -> None:  # fmt: skip
         self._directory = tempfile.TemporaryDirectory(prefix="kvfs-")
