@@ -266,9 +266,9 @@ class ReadOnly(GuardedOperations):
             return self._own_attribute(name).encode()
         node = self._node(inode)
         if name == xattr.CHECKSUM:
-            found = await self._storage(xattr.value, self.tree, node, name)
+            found = await self._storage(xattr.value, self.tree, node, name, inode)
         else:
-            found = xattr.value(self.tree, node, name)
+            found = xattr.value(self.tree, node, name, inode)
         if found is None:
             raise pyfuse3.FUSEError(errno.ENODATA)
         return found

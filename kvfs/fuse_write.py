@@ -72,13 +72,13 @@ class Writable(ReadOnly):
             raise pyfuse3.FUSEError(errno.EPERM)
         node = self._node(inode)
         if fields.update_atime or fields.update_mtime:
-            await self._storage(self._changes.renew, node)
+            await self._storage(self._changes.renew, node, inode)
         return self._attributes(node, self.tree.stat(node))
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: Any) -> None:
         node = self._node(inode)
         self._require_class(node, name)
-        await self._storage(self._changes.set_class, node, value)
+        await self._storage(self._changes.set_class, node, inode, value)
 
     async def removexattr(self, inode: int, name: bytes, ctx: Any) -> None:
         node = self._node(inode)

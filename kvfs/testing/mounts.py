@@ -13,8 +13,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from kvfs import mountinfo
 from kvfs.namespace import Namespace
@@ -47,15 +48,19 @@ def may_mount() -> bool:
 class Mounted:
     """A store in a directory, with an index, a mount point and a log beside it."""
 
-    def __init__(self, root: Path, *, row_bytes: int = 300_000, block_tokens: int = 128) -> None:
+    def __init__(
+        self, root: Path, *, row_bytes: int = 300_000, block_tokens: int = 128,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         self.root = root
         self.point = root / "mnt"
         self.index = root / "index"
         self.log_file = root / "mount.log"
         self.point.mkdir(parents=True)
         self.store = Store.init(
-            root / "store", index=str(self.index), durability="none", grace_seconds=0.0
-        )
+            root / "store", index=str(self.index), durability="none", grace_seconds=0.0,
+            clock=clock,
+        )  # fmt: skip
         self.ns: Namespace = self.store.create_namespace(identity(row_bytes, block_tokens))
         self.process: subprocess.Popen[str] | None = None
 
@@ -109,7 +114,7 @@ class Mounted:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True
             )
-        until(lambda: self.is_mounted() or self.process.poll() is not None)  # type: ignore[union-attr]
+        until(lambda: self.is_mounted() or self.process.poll() is not None)
         assert self.is_mounted(), (self.root / "output").read_text()
         return self.process
 
@@ -148,7 +153,7 @@ class Mounted:
 
 
 @contextlib.contextmanager
-def mounted(root: Path, **options: int) -> Iterator[Mounted]:
+def mounted(root: Path, **options: Any) -> Iterator[Mounted]:
     place = Mounted(root, **options)
     try:
         yield place

@@ -162,12 +162,12 @@ class Changes:
 
     # renewing
 
-    def renew(self, node: Node) -> None:
-        """Renews a block and what it builds on, or a folder's whole line.
+    def renew(self, node: Node, ino: int) -> None:
+        """Renews a block (of this inode number) and what it builds on, or a folder's whole line.
 
         Raises OSError(ESTALE, EPERM), KvfsError.
         """
-        folder, end = self._extent(node)
+        folder, end = self._extent(node, ino)
         heads: list[bytes] = []
         ns = folder.ns
         while True:
@@ -177,23 +177,23 @@ class Changes:
             folder, end = folder.parent, folder.block
         self.store.renew_runs(ns, heads, None)
 
-    def set_class(self, node: Node, name: bytes) -> None:
+    def set_class(self, node: Node, ino: int, name: bytes) -> None:
         """Moves a block's run, or all runs of a folder's line, to another TTL class.
 
         Raises OSError(ESTALE, EPERM), InputError for an unknown class.
         """
-        folder, _ = self._extent(node)
+        folder, _ = self._extent(node, ino)
         ttl = self.store.catalog.ttl(name.decode("ascii", "replace"))
         if isinstance(node, BlockFile):
-            heads = [self.tree.where.present(node).head]
+            heads = [self.tree.block(node, ino).head]
         else:
             heads = _heads(self._line(folder), None)
         self.store.renew_runs(folder.ns, heads, ttl)
 
-    def _extent(self, node: Node) -> tuple[Folder, int | None]:
+    def _extent(self, node: Node, ino: int) -> tuple[Folder, int | None]:
         """The folder, and behind which block its line does not matter (None: all of it does)."""
         if isinstance(node, BlockFile):
-            self.tree.where.present(node)
+            self.tree.block(node, ino)
             return node.folder, node.number + 1
         if isinstance(node, Tokens):
             return node.folder, None

@@ -260,7 +260,14 @@ class Tree:
                 self.store.backend, ns, line.end - line.first,
                 lambda first, end: self.where.places(line, line.first + first, line.first + end),
             )  # fmt: skip
+        return BlockContent(self.store.backend, ns, self.block(node, ino), self._shelf)
+
+    def block(self, node: BlockFile, ino: int) -> Place:
+        """The place of the block that has this inode number.
+
+        Raises OSError(ESTALE) if there is another one by now where the node says.
+        """
         place = self.where.present(node)
-        if self._block_stat(ns, place).ino != ino:
+        if block_ino(node.folder.ns.nsid, place.hash, place.segment.segment, place.slot) != ino:
             raise stale()
-        return BlockContent(self.store.backend, ns, place, self._shelf)
+        return place

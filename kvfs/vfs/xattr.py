@@ -38,18 +38,19 @@ def _keys(node: Node) -> tuple[str, ...]:
     return ("namespace",) if isinstance(node, NamespaceDir | Tokens) else ()
 
 
-def value(tree: Tree, node: Node, name: bytes) -> bytes | None:
+def value(tree: Tree, node: Node, name: bytes, ino: int | None = None) -> bytes | None:
     """An attribute's value, or None if the node has none of that name.
 
-    Raises OSError(ESTALE) if the node is gone; for the checksum also DamageError, BackendError.
+    ino: of a block, the number the caller knows it by; None: whichever is there. Raises
+    OSError(ESTALE) if the node is gone; for the checksum also DamageError, BackendError.
     """
     key = name.removeprefix(PREFIX).decode("ascii", "replace")
     if not name.startswith(PREFIX) or key not in _keys(node):
         return None
-    return _value(tree, node, key).encode()
+    return _value(tree, node, key, ino).encode()
 
 
-def _value(tree: Tree, node: Node, key: str) -> str:
+def _value(tree: Tree, node: Node, key: str, ino: int | None) -> str:
     if isinstance(node, Root):
         return tree.store.path if key == "store" else tree.store.uuid.hex()
     if key == "namespace":
@@ -57,9 +58,9 @@ def _value(tree: Tree, node: Node, key: str) -> str:
         assert isinstance(folder, NamespaceDir | Folder)
         return folder.ns.name
     if isinstance(node, Folder):
-        node = BlockFile(node, node.block)
+        node, ino = BlockFile(node, node.block), None
     assert isinstance(node, BlockFile)
-    place = tree.where.present(node)
+    place = tree.where.present(node) if ino is None else tree.block(node, ino)
     if key == "checksum":
         ns = node.folder.ns
         return f"{read_trailer(tree.store.backend, ns, place).checksum:016x}"

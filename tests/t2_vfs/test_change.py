@@ -13,7 +13,7 @@ from kvfs.testing.chains import tokens_of
 from kvfs.testing.trees import Garden
 from kvfs.vfs import change
 from kvfs.vfs.change import Changes
-from kvfs.vfs.node import BlockFile, Directory, Folder, NamespaceDir, folder_name
+from kvfs.vfs.node import BlockFile, Directory, Folder, NamespaceDir, Node, folder_name
 
 
 @pytest.fixture
@@ -125,37 +125,44 @@ def expiries(place: Garden, *blocks: int) -> list[tuple[int, str]]:
     return [(round((m.expires_ms - now) / 1000), names[m.class_id]) for m in found.runs]
 
 
+def renew(changes: Changes, place: Garden, node: Node) -> None:
+    changes.renew(node, place.tree.stat(node).ino)
+
+
 def test_renewing_a_block_renews_what_it_builds_on(
     place: Garden, changes: Changes, folder: Folder
 ) -> None:
     place.clock.now += 600
     fork = place.folders(folder)
     seven = next(f for f in fork if f.block == 1)
-    changes.renew(BlockFile(seven, 2))
+    renew(changes, place, BlockFile(seven, 2))
     assert [left for left, _ in expiries(place, 1, 7, 8)] == [1000, 1000, 1000]
     assert [left for left, _ in expiries(place, 1, 2, 3, 4)] == [1000, 400]
-    changes.renew(folder)
+    renew(changes, place, folder)
     assert [left for left, _ in expiries(place, 1, 2, 3, 4)] == [1000, 1000]
     assert [left for left, _ in expiries(place, 1, 2, 9, 9)] == [1000, 400]
-    changes.renew(place.entry(place.folders(folder)[1], "tokens").node)
+    renew(changes, place, place.entry(place.folders(folder)[1], "tokens").node)
     assert [left for left, _ in expiries(place, 1, 2, 9, 9)] == [1000, 1000]
 
 
 def test_changing_the_class(place: Garden, changes: Changes, folder: Folder) -> None:
-    changes.set_class(BlockFile(folder, 3), b"agent")
+    block = BlockFile(folder, 3)
+    changes.set_class(block, place.tree.stat(block).ino, b"agent")
     assert expiries(place, 1, 2, 3, 4) == [(1000, "chatbot"), (100, "agent")]
-    changes.set_class(folder, b"agent")
+    changes.set_class(folder, 0, b"agent")
     assert expiries(place, 1, 2, 3, 4) == [(100, "agent"), (100, "agent")]
-    changes.set_class(folder, b"chatbot")
+    changes.set_class(folder, 0, b"chatbot")
     assert expiries(place, 1, 2, 3, 4) == [(1000, "chatbot"), (1000, "chatbot")]
     for name in (b"", b"nope", b"\xff", b"agent "):
         with pytest.raises(InputError, match="no TTL class"):
-            changes.set_class(folder, name)
+            changes.set_class(folder, 0, name)
 
 
 def test_what_cannot_be_renewed(place: Garden, changes: Changes, folder: Folder) -> None:
     for node in (place.tree.root, place.space, place.entry(place.space, "namespace.json").node):
-        raises(errno.EPERM, lambda node=node: changes.renew(node))
-        raises(errno.EPERM, lambda node=node: changes.set_class(node, b"agent"))
-    raises(errno.ESTALE, lambda: changes.renew(BlockFile(folder, 99)))
+        raises(errno.EPERM, lambda node=node: changes.renew(node, 0))
+        raises(errno.EPERM, lambda node=node: changes.set_class(node, 0, b"agent"))
+    raises(errno.ESTALE, lambda: changes.renew(BlockFile(folder, 99), 7))
+    raises(errno.ESTALE, lambda: changes.renew(BlockFile(folder, 3), 7))
+    raises(errno.ESTALE, lambda: changes.set_class(BlockFile(folder, 3), 7, b"agent"))
     assert isinstance(place.space, NamespaceDir)

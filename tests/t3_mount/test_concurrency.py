@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -239,3 +240,35 @@ def test_a_mount_does_not_outlive_its_store_quietly(place: Mounted) -> None:
     finally:
         os.rename(f"{place.store.path}.away", place.store.path)
     assert len((node / "000000.kv").read_bytes()) == ROW
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_minute_of_everything(place: Mounted) -> None:
+    """Readers, killed readers, puts, evictions and removed segments on slow storage, for long."""
+    place.put(1, 2, 3)
+    place.mount_slowly(0.005)
+    process, ending = place.process, time.monotonic() + 60
+    assert process is not None
+    with Readers(place, 4) as readers:
+        for round_ in itertools.count(1):
+            with Store.open(place.store.path, index=str(place.index)) as other:
+                ns = other.namespaces()[0]
+                for i in range(5):
+                    grow(other, ns, [1, 2, 3, round_, i, i])
+                extent = other.check(ns, tokens_of([1, 2, 3, round_, 0], 128)).extents[-1]
+            churn(place, 6)
+            client = subprocess.Popen(["find", place.space], stdout=subprocess.DEVNULL)
+            client.kill()
+            client.wait()
+            place.store.remove(place.ns, tokens_of([1, 2, 3, round_], 128), from_block=3)
+            Path(place.store.path, extent.segment).unlink()
+            assert not readers.wrong and process.poll() is None
+            if time.monotonic() > ending:
+                break
+        readers.stop()
+    assert readers.reads > 1000 and not readers.wrong
+    assert not in_uninterruptible_sleep({process.pid, os.getpid()})
+    began = time.monotonic()
+    assert place.umount().returncode == 0 and time.monotonic() - began < 5
+    assert process.wait(5) == 0

@@ -109,11 +109,16 @@ def test_other_bytes_under_the_same_name(place: Mounted) -> None:
     (node,) = place.space.glob("000000-*")
     file, tokens = node / "000001.kv", tokens_of([1, 2], 128)
     old, ino = file.read_bytes(), os.stat(file).st_ino
+    opened = os.open(file, os.O_RDONLY)
     place.store.remove(place.ns, tokens, from_block=1)
     row = bytes(reversed(old))
     assert place.store.put(place.ns, tokens, row, first_block=1).stored == 1
     assert file.read_bytes() == row
     assert os.stat(file).st_ino != ino
+    # Through the file that was opened before one sees what was there then, or nothing.
+    fails(errno.ESTALE, lambda: os.getxattr(opened, "user.kvfs.hash"))
+    assert os.pread(opened, 1 << 20, 0) == old and os.fstat(opened).st_ino == ino
+    os.close(opened)
     place.store.remove(place.ns, tokens, from_block=1)
     place.put(1, 3)
     assert file.read_bytes() == payload(hashes_of(place.ns, tokens_of([1, 3], 128))[1], 300_000)
