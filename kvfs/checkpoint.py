@@ -4,9 +4,9 @@ A new host loads the newest one and follows the journals from where it ends, ins
 of history; and a journal that a checkpoint covers and nobody reads any more can be removed.
 
 A checkpoint is `ckpt/<milliseconds>-<writer>.ckpt`: a 64-byte header like a journal's with the
-magic "KVFSCKP1", frames (kvfs.frames) for namespaces, classes, segments, runs and cuts, then JSON
-with how far each journal was applied, then 40 bytes at the end: magic "KVFSCKE1", u32 version 1,
-u32 zero, u64 offset and u64 length of the JSON, u64 xxh3-64 of the JSON. It is written front to
+magic "KVFSCKP1", frames (kvfs.frames) for namespaces, classes, segments, runs, cuts and moves, then
+JSON with how far each journal was applied, then 40 bytes at the end: magic "KVFSCKE1", u32 version
+1, u32 zero, u64 offset and u64 length of the JSON, u64 xxh3-64 of the JSON. It is written front to
 back under its final name and believed only when its end is there; one that is not is passed over.
 A run that is visible has its present expiry and no path heads here: it is put in place as it
 stands. One that waits for its parent has its parent's hash for a path head.
@@ -31,10 +31,13 @@ from kvfs.frames import (
     CutEntry,
     DropEntry,
     Entry,
+    MovedEntry,
+    MoveEntry,
     NamespaceEntry,
     RenewEntry,
     RunEntry,
     SegmentEntry,
+    Source,
     decode_all,
     encode,
 )
@@ -48,6 +51,8 @@ from kvfs.index.schema import (
     JOURNAL,
     JOURNALS,
     LIVE,
+    MOVE,
+    MOVED,
     NS,
     RUN,
     RUNS,
@@ -57,6 +62,7 @@ from kvfs.index.schema import (
     Run,
     Segment,
     scan,
+    waiting_hashes,
 )
 from kvfs.index.wipe import wipe
 from kvfs.journal import journal_path
@@ -186,10 +192,16 @@ def _entries(applier: Applier, now_ms: int) -> Iterator[Entry]:
             yield RenewEntry(nsids[r.ns], r.head, r.expires_ms, now_ms, name, True)
     for _, value in scan(txn, WAITING):
         seg, slot, _, block, written, expires, _, parent = RUN.unpack_from(value)
-        yield RunEntry(
+        hashes, moved = waiting_hashes(value)
+        run = RunEntry(
             nsids[segments[seg].ns], segments[seg].segment, slot, block, written, expires,
-            parent, parent, bytes(value[RUN.size :]),
+            parent, parent, hashes,
         )  # fmt: skip
+        yield MoveEntry(now_ms, (), run) if moved else run
+    for key, value in scan(txn, MOVED):
+        ns, count, target, at, head, when = MOVE.unpack(value)
+        source = Source(bytes(key[1:17]), int.from_bytes(key[17:], "big"), count)
+        yield MovedEntry(nsids[ns], source, target, at, head, when)
 
 
 def _marks(applier: Applier) -> Iterator[Mark]:

@@ -21,6 +21,7 @@ from kvfs.frames import (
     CutEntry,
     DropEntry,
     Entry,
+    MoveEntry,
     NamespaceEntry,
     RenewEntry,
     RunEntry,
@@ -219,7 +220,7 @@ def _time(step: _Step) -> int:
 
 def _rank(entry: Entry | None) -> int:
     """What is renewed or removed in the millisecond it was made in comes first."""
-    return int(isinstance(entry, RenewEntry | CutEntry | DropEntry | SealEntry))
+    return int(isinstance(entry, RenewEntry | CutEntry | DropEntry | SealEntry | MoveEntry))
 
 
 def _batches(steps: Iterator[_Step], size: int) -> Iterator[list[_Step]]:

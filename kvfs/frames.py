@@ -21,9 +21,19 @@ Bodies (strings are a u16 length and UTF-8; hashes 16 bytes; times are milliseco
   6 CUT        nsid 16, segment id 16, slot u32, count u32, when u64
   7 DROP       segment id 16, when u64
   8 SEAL       when u64, last u8: nothing follows in this journal; 1: nor in a next one
+  9 MOVE       when u64, number of sources u32, sources (segment id 16, slot u32, count u32) each,
+               then as RUN
+  10 MOVED     nsid 16, source (segment id 16, slot u32, count u32), segment id 16, slot u32,
+               head 16, when u64; in checkpoints only
 
 The path heads of a RUN are the first hashes of the runs that lead to it in its writer's index, the
 root's child first: with them an index that cut the same chain into other runs finds the place.
+A MOVE says that blocks which were visible already are in another place from now on: unlike those of
+a RUN, which give way to what shows them, its blocks take the place of whatever does, on every host
+and in whatever order the journals come in. The sources are the places that they were copied from,
+in the order of the blocks: what is cut there later, or was cut unseen by the copier, is cut in the
+new place, and a move that comes in behind a later one of the same blocks changes nothing. A MOVED
+says the same of the past, one source at a time; `head` is the hash of its first block.
 An unknown type is skipped and counted; it never changes what the others mean. No I/O here.
 """
 
@@ -32,7 +42,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -50,6 +60,9 @@ _RENEW = struct.Struct("<16s16sQQ")
 _CUT = struct.Struct("<16s16sIIQ")
 _DROP = struct.Struct("<16sQ")
 _SEAL = struct.Struct("<QB")
+_MOVE = struct.Struct("<QI")
+_SOURCE = struct.Struct("<16sII")
+_MOVED = struct.Struct("<16s16sII16sI16sQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +190,54 @@ class SealEntry:
         return _SEAL.pack(self.when_ms, self.last)
 
 
+class Source(NamedTuple):
+    """A stretch of slots that blocks were copied from."""
+
+    segment: bytes
+    slot: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEntry:
+    """Visible blocks are in another place from now on."""
+
+    when_ms: int
+    sources: tuple[Source, ...]
+    """Where they were copied from, block by block."""
+    run: RunEntry
+    """Where they are."""
+
+    def body(self) -> bytes:
+        sources = b"".join(_SOURCE.pack(*s) for s in self.sources)
+        return _MOVE.pack(self.when_ms, len(self.sources)) + sources + self.run.body()
+
+
+@dataclass(frozen=True, slots=True)
+class MovedEntry:
+    """A checkpoint's account of a source of a move: slot `slot` of `segment` took its first
+    block, whose hash is `head`."""
+
+    nsid: bytes
+    source: Source
+    segment: bytes
+    slot: int
+    head: bytes
+    when_ms: int
+
+    def body(self) -> bytes:
+        return _MOVED.pack(
+            self.nsid, *self.source, self.segment, self.slot, self.head, self.when_ms
+        )
+
+
 Entry = (
     NamespaceEntry | ClassEntry | SegmentEntry | RunEntry | RenewEntry | CutEntry | DropEntry
-    | SealEntry
+    | SealEntry | MoveEntry | MovedEntry
 )  # fmt: skip
 _TYPES: tuple[type[Entry], ...] = (
     NamespaceEntry, ClassEntry, SegmentEntry, RunEntry, RenewEntry, CutEntry, DropEntry, SealEntry,
+    MoveEntry, MovedEntry,
 )  # fmt: skip
 _NUMBER = {t: i for i, t in enumerate(_TYPES, 1)}
 
@@ -297,4 +352,16 @@ def _seal(body: memoryview) -> SealEntry:
     return SealEntry(when_ms, bool(last))
 
 
-_DECODERS = (_namespace, _class, _segment, _run, _renew, _cut, _drop, _seal)
+def _move(body: memoryview) -> MoveEntry:
+    when_ms, n = _MOVE.unpack_from(body)
+    at = _MOVE.size + n * _SOURCE.size
+    sources = tuple(Source(*s) for s in _SOURCE.iter_unpack(body[_MOVE.size : at]))
+    return MoveEntry(when_ms, sources, _run(body[at:]))
+
+
+def _moved(body: memoryview) -> MovedEntry:
+    nsid, source, first, count, *rest = _MOVED.unpack_from(body)
+    return MovedEntry(nsid, Source(source, first, count), *rest)
+
+
+_DECODERS = (_namespace, _class, _segment, _run, _renew, _cut, _drop, _seal, _move, _moved)

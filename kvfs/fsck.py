@@ -22,7 +22,7 @@ from kvfs.config import check_alive
 from kvfs.errors import FormatError
 from kvfs.expiry import QUIET_MS, Expiry
 from kvfs.findings import Finding, Report
-from kvfs.frames import DropEntry, Entry, RunEntry, SegmentEntry
+from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, SegmentEntry
 from kvfs.index.schema import DROPPED, LIVE, Run, Segment
 from kvfs.index.soundness import index_faults
 from kvfs.journal_scan import JournalTail, journal_files, journal_version, read_journal
@@ -61,6 +61,8 @@ class _Told:
             self.segments.add(entry.segment)
         elif isinstance(entry, RunEntry):
             self.runs[entry.segment].add((entry.slot, entry.count))
+        elif isinstance(entry, MoveEntry):
+            self.note(entry.run)
 
 
 def fsck(

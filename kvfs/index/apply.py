@@ -6,11 +6,13 @@ journals of different writers come in:
 - first applied wins: blocks of a run that are visible already are trimmed from it, and what shows
   them lives on for as long as the newer run would have;
 - a run whose parent block is not visible yet waits until it is;
+- a moved run takes the place of what shows its blocks; where they were is remembered, so that what
+  is cut or renewed there by somebody who has not heard of the move is so in the new place;
 - what was cut or dropped stays out of sight even when its run comes in later.
 
-How a run is placed is in kvfs.index.placer. An expired run does not count as visible: a newer one
-takes its place. Everything here happens in the write transaction that was handed in; nothing is
-cached across transactions.
+How a run is placed is in kvfs.index.placer, a moved one in kvfs.index.mover. An expired run does
+not count as visible: a newer one takes its place. Everything here happens in the write transaction
+that was handed in; nothing is cached across transactions.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from kvfs.frames import (
     CutEntry,
     DropEntry,
     Entry,
+    MovedEntry,
+    MoveEntry,
     NamespaceEntry,
     RenewEntry,
     RunEntry,
@@ -33,6 +37,8 @@ from kvfs.frames import (
     SegmentEntry,
 )
 from kvfs.geometry import Geometry
+from kvfs.index import moves
+from kvfs.index.mover import Mover
 from kvfs.index.placer import Placer
 from kvfs.index.schema import (
     CLASS,
@@ -58,6 +64,7 @@ from kvfs.index.schema import (
     run_key,
     scan,
     scan_copies,
+    waiting_hashes,
     waiting_key,
 )
 
@@ -76,6 +83,7 @@ class Applier:
         """Looks again at what decides how runs are placed, after rows were changed directly."""
         self._cuts = self.meta_int("cuts") > 0
         self._waiting = self.meta_int("orphans") > 0
+        self._moves = moves.any_noted(self)
 
     def count(self, name: str, n: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + n
@@ -159,39 +167,50 @@ class Applier:
         return None if value is None else Run.decode(key, value)
 
     def apply_run(self, entry: RunEntry) -> None:
-        queue = [entry]
-        while queue:
-            queue += self._place(queue.pop())
+        self._place_all(entry, entry.count, moved=False)
 
-    def _place(self, entry: RunEntry) -> list[RunEntry]:
+    def _place_all(self, entry: RunEntry, count: int, *, moved: bool) -> None:
+        """Places the first `count` blocks of a run, and then those that have waited for one."""
+        queue = self._place(entry, count, moved)
+        while queue:
+            woken, moved = queue.pop()
+            queue += self._place(woken, woken.count, moved)
+
+    def _place(self, entry: RunEntry, count: int, moved: bool) -> list[tuple[RunEntry, bool]]:
         """Places one run; returns those that have waited for a block of it."""
         number = self.segment_number(entry.segment)
         segment = None if number is None else self.segment(number)
         if segment is None or segment.state != LIVE:
             self.count("runs_without_segment")
             return []
-        kept = self._uncut(entry) if self._cuts else entry.count
-        if not kept:
+        kept = self._uncut(entry.segment, entry.slot, count) if self._cuts else count
+        if self._moves and kept:  # what was moved away shows where it is now
+            gone = next(moves.away(self, entry.segment, entry.slot, kept), None)
+            kept = kept if gone is None else gone.slot - entry.slot
+        if kept <= 0:
             return []
-        placed = Placer(self, segment, entry, kept).place()
+        placer = (Mover if moved else Placer)(self, segment, entry, kept)
+        placed = placer.place()
         if placed is None:
-            self._wait(segment, entry)
+            self._wait(segment, entry, kept, moved)
             return []
         return [woken for run in placed for woken in self._wake(run)] if self._waiting else []
 
-    def _wait(self, segment: Segment, entry: RunEntry) -> None:
+    def _wait(self, segment: Segment, entry: RunEntry, count: int, moved: bool) -> None:
         run = Run(
-            segment.ns, entry.hashes[:HASH_BYTES], segment.number, entry.slot, entry.count,
+            segment.ns, entry.hashes[:HASH_BYTES], segment.number, entry.slot, count,
             entry.block, entry.written_ms, entry.expires_ms, segment.class_id, entry.parent,
-            entry.hashes,
+            entry.hashes[: count * HASH_BYTES],
         )  # fmt: skip
         key = waiting_key(run.ns, run.parent, run.seg, run.slot)
-        if self.txn.put(key, run.value(), overwrite=False):
+        value = run.value() + (b"\1" if moved else b"")
+        if self.txn.put(key, value, overwrite=False):
             self.add_meta("orphans", 1)
         self._waiting = True
 
-    def _wake(self, placed: Run) -> list[RunEntry]:
-        """The runs that have waited for a block of one that was placed just now."""
+    def _wake(self, placed: Run) -> list[tuple[RunEntry, bool]]:
+        """The runs that have waited for a block of one that was placed just now, and which of them
+        are moved ones."""
         rows = []
         for i in range(placed.count):
             rows += list(scan_copies(self.txn, waiting_key(placed.ns, placed.hash(i))))
@@ -207,14 +226,41 @@ class Applier:
         self.txn.delete(key)
         self.add_meta("orphans", -1)
 
-    def _uncut(self, entry: RunEntry) -> int:
-        """How many leading blocks of a run no earlier cut has taken."""
-        kept = entry.count
-        for key, value in scan(self.txn, CUTS + entry.segment):
-            slot = int.from_bytes(key[-4:], "big")
-            if slot < entry.slot + kept and slot + U32.unpack(value)[0] > entry.slot:
-                kept = max(0, slot - entry.slot)
+    def _uncut(self, segment: bytes, first: int, count: int, *, dropped: bool = True) -> int:
+        """How many of `count` slots from `first` on no earlier cut has taken; dropped: a DROP of
+        an unknown segment counts."""
+        kept = count
+        for key, value in scan(self.txn, CUTS + segment):
+            slot, n = int.from_bytes(key[-4:], "big"), U32.unpack(value)[0]
+            if n == _WHOLE_SEGMENT and not dropped:
+                continue
+            if slot < first + kept and slot + n > first:
+                kept = max(0, slot - first)
         return kept
+
+    def apply_move(self, entry: MoveEntry) -> None:
+        run = entry.run
+        ns = self.namespace(run.nsid)
+        if ns is None:
+            self.count("unknown_namespace")
+            return
+        kept = run.count
+        for at, moved in moves.sources_of(entry):
+            source = moved.source
+            if self._cuts:  # by somebody whom the copier had not heard of
+                uncut = self._uncut(*source, dropped=False)
+                kept = min(kept, at + uncut) if uncut < source.count else kept
+            self._note_moved(ns, moved)
+        self._place_all(run, kept, moved=True)
+
+    def apply_moved(self, entry: MovedEntry) -> None:
+        ns = self.namespace(entry.nsid)
+        if ns is not None:
+            self._note_moved(ns, entry)
+
+    def _note_moved(self, ns: int, entry: MovedEntry) -> None:
+        moves.note(self, ns, entry)
+        self._moves = True
 
     def insert(self, run: Run) -> None:
         key = run.key()
@@ -261,7 +307,7 @@ class Applier:
 
     def apply_renew(self, entry: RenewEntry) -> None:
         ns = self.namespace(entry.nsid)
-        run = None if ns is None else self.run(ns, entry.head)
+        run = None if ns is None else self.run(ns, entry.head) or moves.run_of(self, ns, entry.head)
         if run is None:
             self.count("renewed_nothing")
             return
@@ -276,6 +322,9 @@ class Applier:
 
     def apply_cut(self, entry: CutEntry) -> None:
         self._note_cut(entry.segment, entry.slot, entry.count)
+        for moved in list(moves.away(self, entry.segment, entry.slot, entry.count)):
+            cut = CutEntry(entry.nsid, moved.segment, moved.at, moved.count, entry.when_ms)
+            self.apply_cut(cut)
         number = self.segment_number(entry.segment)
         if number is None:
             return
@@ -323,10 +372,12 @@ class Applier:
         """The end of a journal is noted by whoever keeps its offset."""
 
 
-def _waiting_entry(segment: bytes, value: bytes, head: bytes) -> RunEntry:
-    """The entry of a run that has waited; `head` begins the run that holds its parent block."""
+def _waiting_entry(segment: bytes, value: bytes, head: bytes) -> tuple[RunEntry, bool]:
+    """The entry of a run that has waited, and whether it is a moved one; `head` begins the run that
+    holds its parent block."""
     _, slot, _, block, written, expires, _, parent = RUN.unpack_from(value)
-    return RunEntry(b"", segment, slot, block, written, expires, parent, head, value[RUN.size :])
+    hashes, moved = waiting_hashes(value)
+    return RunEntry(b"", segment, slot, block, written, expires, parent, head, hashes), moved
 
 
 _HANDLERS: dict[type[Any], Callable[[Applier, Any], None]] = {
@@ -338,4 +389,6 @@ _HANDLERS: dict[type[Any], Callable[[Applier, Any], None]] = {
     CutEntry: Applier.apply_cut,
     DropEntry: Applier.apply_drop,
     SealEntry: Applier.apply_seal,
+    MoveEntry: Applier.apply_move,
+    MovedEntry: Applier.apply_moved,
 }

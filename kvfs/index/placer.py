@@ -43,7 +43,7 @@ class Placer:
         """Returns the runs that were made of it, or None if its parent block is in no run."""
         at = self._skip_visible(0)
         if at == 0 and self.entry.block:
-            parent = self._parent_run()
+            parent = self.parent_run()
             if parent is None:
                 return None
             at = self._skip_visible(self._shown_by(parent, self.entry.block - parent.block, 0))
@@ -102,7 +102,7 @@ class Placer:
 
     # the parent
 
-    def _parent_run(self) -> Run | None:
+    def parent_run(self) -> Run | None:
         """The live run that holds the block before our first."""
         run = self.a.run(self.segment.ns, self.entry.parent) or self._behind_heads()
         return None if run is None or self._expired(run) else run

@@ -17,15 +17,25 @@ namespace, `seg` a u32 it gives to each segment; neither leaves this index.
                                           the block with hash `parent`
   placed    p     seg, slot of a run      ns, hash of its first block
   waiting   w     ns, parent hash, seg,   RUN and hashes, as in `runs`: a run whose parent block is
-                  slot                    not in `runs` yet; the counter "orphans" says how many
+                  slot                    not in `runs` yet, then a byte 1 if it is a moved one; the
+                                          counter "orphans" says how many
   cuts      x     segment id 16, slot     count u32: records taken out of sight, also before they
                                           came in
+  moved     v     segment id 16, slot     MOVE below: blocks that were copied from here
+  aliases   a     ns, hash                ALIAS below: where the first block of a run that was moved
+                                          into the middle of another one is now
   journals  j     writer id 12, number    offset u64 applied up to, ended u8, writer's name
+  slots     l     ns, anchor 16, pool 16  SLOT below: who is said to hold sliding-window state
+  pools     h     pool id 16              POOL below, then host, a zero byte, address
+  serving   d     ns, address             pool id 16, ms (big-endian): heard of last at an address
+  purge     e     ms u64, ns, anchor 16,  empty: when the row in `slots` may go
+                  pool 16
 
 Invariants, kept within each transaction: a row in `runs` has exactly one in `placed`, found by its
 seg and slot, and one in `children`, found by its parent; the counter "blocks" is the sum of the
 counts of all runs; a hash stands in one row of `runs` at most, so that every stored prefix is found
-by going from the end of one run to the first block of the next. Who repairs: `kvctl rebuild`.
+by going from the end of one run to the first block of the next. Those of the last four tables are
+in kvfs.index.slots. Who repairs: `kvctl rebuild`.
 """
 
 from __future__ import annotations
@@ -41,6 +51,8 @@ from kvfs.geometry import Geometry
 FORMAT = b"1"
 META, NS, CLASSES, SEGIDS, SEGMENTS = b"m", b"n", b"t", b"i", b"s"
 RUNS, CHILDREN, PLACED, WAITING, CUTS, JOURNALS = b"r", b"c", b"p", b"w", b"x", b"j"
+SLOTS, POOLS, SERVING, PURGE = b"l", b"h", b"d", b"e"
+MOVED, ALIASES = b"v", b"a"
 
 U16 = struct.Struct("<H")
 U32 = struct.Struct("<I")
@@ -53,6 +65,16 @@ RUN = struct.Struct("<IIIIQQH6x16s")
 """seg, slot, blocks, block number of the first, written ms, expires ms, class id, parent hash."""
 SEGMENT = struct.Struct("<16sIHBxIQQQQQ")
 """segment id, ns, class id, state, stride, extent, first, created ms, ttl s, dropped ms."""
+
+MOVE = struct.Struct("<II16sI16sQ")
+"""ns, blocks, segment id and slot of the first block's new place, its hash, ms when it moved."""
+ALIAS = struct.Struct("<16sI")
+"""Segment id and slot of the new place."""
+
+SLOT = struct.Struct("<QQQQ")
+"""position, generation, expires ms (0: known to be gone up to this generation), purge ms."""
+POOL = struct.Struct("<IIQ")
+"""ns, slots that are not known to be gone, generation up to which all are gone."""
 
 LIVE, DROPPED, GONE = 0, 1, 2
 """States of a segment: in use; out of sight, its file waits for the grace to end; file removed."""
@@ -148,6 +170,23 @@ def place_key(seg: int, slot: int | None = None) -> bytes:
 def waiting_key(ns: int, parent: bytes, seg: int | None = None, slot: int = 0) -> bytes:
     """Key in `waiting`; without a segment what all runs that wait for a parent share."""
     return WAITING + PREFIX.pack(ns) + parent + (b"" if seg is None else PLACE.pack(seg, slot))
+
+
+def moved_key(segment: bytes, slot: int) -> bytes:
+    """Key in `moved`."""
+    return MOVED + segment + slot.to_bytes(4, "big")
+
+
+def alias_key(ns: int, head: bytes) -> bytes:
+    """Key in `aliases`."""
+    return ALIASES + PREFIX.pack(ns) + head
+
+
+def waiting_hashes(value: bytes | memoryview) -> tuple[bytes, bool]:
+    """The hashes of a row of `waiting`, and whether it is a moved run."""
+    hashes = bytes(value[RUN.size :])
+    moved = len(hashes) % HASH_BYTES == 1
+    return (hashes[:-1] if moved else hashes), moved
 
 
 def scan(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[Any, Any]]:

@@ -13,11 +13,14 @@ from collections.abc import Callable
 
 from kvfs.index.apply import Applier
 from kvfs.index.schema import (
+    ALIAS,
+    ALIASES,
     CHILDREN,
     CUTS,
     GONE,
     JOURNALS,
     META,
+    MOVED,
     PLACED,
     PREFIX,
     RUNS,
@@ -26,10 +29,11 @@ from kvfs.index.schema import (
     WAITING,
     Segment,
     scan,
+    scan_copies,
 )
 from kvfs.segment import SEGMENT_ID_BYTES
 
-_CONTENT = (SEGIDS, SEGMENTS, RUNS, CHILDREN, PLACED, WAITING, CUTS)
+_CONTENT = (SEGIDS, SEGMENTS, RUNS, CHILDREN, PLACED, WAITING, CUTS, MOVED, ALIASES)
 _SUMS = (b"blocks", b"orphans", b"cuts")
 
 
@@ -57,12 +61,18 @@ def mark_gone(applier: Applier, segment: Segment) -> None:
 
 
 def forget(applier: Applier, segment: Segment) -> None:
-    """Takes out a segment that is gone, and its cuts. What still comes in for it is left out."""
+    """Takes out a segment that is gone, its cuts and where its blocks were moved to. What still
+    comes in for it is left out."""
     if segment.state != GONE:
         return
     applier.txn.delete(SEGMENTS + PREFIX.pack(segment.number))
     applier.txn.delete(SEGIDS + segment.segment)
     _forget_cuts(applier, lambda id_: id_ == segment.segment, segment.segment)
+    for key in [bytes(key) for key, _ in scan(applier.txn, MOVED + segment.segment)]:
+        applier.txn.delete(key)
+    for key, value in list(scan_copies(applier.txn, ALIASES)):
+        if ALIAS.unpack(value)[0] == segment.segment:
+            applier.txn.delete(key)
 
 
 def forget_cuts(applier: Applier, over: Callable[[bytes], bool]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ def body(label: str, values: list[Any]) -> bytes:
             data = value.encode()
             out += len(data).to_bytes(2 if kind == "string" else 4, "little") + data
         else:
-            assert kind in ("hash", "hashes")
-            assert kind == "hashes" or len(value) == 16
+            assert kind in ("hash", "hashes", "sources", "rest")
+            assert kind != "hash" or len(value) == 16
             out += value
     assert not queue
     return bytes(out)
@@ -251,6 +252,23 @@ ENTRIES: dict[str, tuple[Any, list[Any]]] = {
     "6 CUT": (frames.CutEntry(NSID, SEGMENT_ID, 5, 2, TIME), [NSID, SEGMENT_ID, 5, 2, TIME]),
     "7 DROP": (frames.DropEntry(SEGMENT_ID, TIME), [SEGMENT_ID, TIME]),
     "8 SEAL": (frames.SealEntry(TIME, True), [TIME, 1]),
+    "9 MOVE": (
+        frames.MoveEntry(
+            TIME,
+            (frames.Source(SEGMENT_ID, 4, 1), frames.Source(PARENT, 1, 2)),
+            frames.RunEntry(NSID, SEGMENT_ID, 5, 7, TIME, TIME + 1, PARENT, b"", HASHES),
+        ),
+        [
+            TIME,
+            2,
+            struct.pack("<16sII16sII", SEGMENT_ID, 4, 1, PARENT, 1, 2),
+            frames.RunEntry(NSID, SEGMENT_ID, 5, 7, TIME, TIME + 1, PARENT, b"", HASHES).body(),
+        ],
+    ),
+    "10 MOVED": (
+        frames.MovedEntry(NSID, frames.Source(SEGMENT_ID, 4, 2), SEGMENT_ID, 9, HASHES[:16], TIME),
+        [NSID, SEGMENT_ID, 4, 2, SEGMENT_ID, 9, HASHES[:16], TIME],
+    ),
 }
 
 
@@ -378,7 +396,7 @@ def test_the_man_page_has_the_same_bodies(label: str) -> None:
     found = re.search(rf"^{label.split(': ')[1]} +(.*?)\n(?=[^ ])", MAN, re.DOTALL | re.MULTILINE)
     assert found, f"man/kvfs.5 does not describe {label}"
     kinds = re.findall(r"\b(hash|hashes|string|text|u8|u16|u32|u64)\b", found.group(1))
-    assert kinds == [kind for kind, _ in table(label)]
+    assert kinds == [kind for kind, _ in table(label) if kind not in ("sources", "rest")]
 
 
 def test_fields_are_what_they_are_called() -> None:
