@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from kvfs import mountinfo
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.index.place import default_root
 from kvfs.store import Store
+from kvfs.systemd import notify
 from kvfs.vfs import Tree
 
 log = logging.getLogger(__name__)
@@ -197,11 +197,11 @@ def _serve(options: MountOptions, point: str, ready: Callable[[], None]) -> None
         try:
             log.info("%s: mounted at %s", store.path, point)
             ready()
-            notify_systemd("READY=1")
+            notify("READY=1")
             with _tick():
                 _run(store)
         finally:
-            notify_systemd("STOPPING=1")
+            notify("STOPPING=1")
             pyfuse3.close(unmount=True)
             counts = ", ".join(f"{op} {n}" for op, n in sorted(operations.requests.items()))
             log.info("%s: unmounted from %s after: %s", store.path, point, counts or "nothing")
@@ -311,16 +311,6 @@ def _catch_up(store: Store, following: threading.Lock) -> str:
         except (KvfsError, OSError) as e:
             return str(e)
         return "; ".join(problems[:3])
-
-
-def notify_systemd(state: str) -> None:
-    """Tells systemd, if it started this process and wants to know."""
-    path = os.environ.get("NOTIFY_SOCKET")
-    if not path:
-        return
-    address = "\0" + path[1:] if path.startswith("@") else path
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
-        s.sendto(state.encode(), address)
 
 
 # logging
