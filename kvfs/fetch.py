@@ -138,6 +138,10 @@ class Reader:
         """Closes a segment that is about to be removed, as soon as nobody reads it."""
         self._files.forget(path)
 
+    def close_idle(self) -> None:
+        """Closes segments that were not read for a while."""
+        self._files.close_idle()
+
     def close(self) -> None:
         self._files.close()
 

@@ -94,6 +94,7 @@ class Following:
         result = follower.catch_up(due, most=TURN_ENTRIES)
         if result.missing:
             self.store.catch_up()  # which starts from a checkpoint where journals are gone
+        self.store.close_idle()
         self._set_paces(due, result, now)
         self.turns += 1
         self.entries += result.entries

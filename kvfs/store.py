@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvfs import chain
@@ -44,6 +44,7 @@ from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
 from kvfs.renewal import Renewer
+from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 from kvfs.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -333,6 +334,17 @@ class Store(LocalStore):
             self.writer().publish([], entries, {"removed_blocks": blocks})
         return blocks
 
+    # slots of sliding-window state
+
+    def publish_slots(self, entries: Iterable[SlotEntry | SlotGoneEntry]) -> None:
+        """Tells all hosts which slots a host holds, or does no longer: see kvfs.state.directory.
+
+        Raises BackendError, SpaceError, IndexFault; then it may be told again.
+        """
+        told = list(entries)
+        if told:
+            self.writer().publish([], told)
+
     # following
 
     def catch_up(self, progress: Progress | None = None) -> Followed:
@@ -351,4 +363,11 @@ class Store(LocalStore):
                 followed = follower.catch_up(progress=progress)
         except FormatError as e:
             raise BackendError(f"{self.path}: {e}") from e
+        self.close_idle()
         return followed
+
+    def close_idle(self) -> None:
+        """Closes segments that were not read for a while: a removed one takes its room for as long
+        as it is open. Whoever follows the journals does it; so do fetches."""
+        if self._reader is not None:
+            self._reader.close_idle()

@@ -1,9 +1,12 @@
-"""A few open files kept for reading. One that gave an error, or was removed, is not kept."""
+"""A few open files kept for reading. One that gave an error, or is not read any more, is not kept:
+a removed file takes its room for as long as somebody has it open.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from contextlib import contextmanager
 from kvfs.backend.base import Backend, OpenFile
 
 OPEN_FILES = 64
+IDLE_SECONDS = 10.0
 
 
 class FileCache:
@@ -21,6 +25,7 @@ class FileCache:
         self.limit = limit
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
         self._in_use: dict[int, int] = {}
+        self._used: dict[str, float] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -39,8 +44,7 @@ class FileCache:
         with self._lock:
             file = self._files.get(path)
             if file is not None:
-                self._files.move_to_end(path)
-                self._in_use[file.fd] = self._in_use.get(file.fd, 0) + 1
+                self._hold(path, file)
                 return file
         file = self.backend.open(path)  # may block: not under the lock
         with self._lock:
@@ -48,12 +52,30 @@ class FileCache:
             if other is not None:
                 self.backend.close(file)
                 file = other
-            self._files[path] = file
-            self._in_use[file.fd] = self._in_use.get(file.fd, 0) + 1
+            self._hold(path, file)
             while len(self._files) > self.limit:
-                _, oldest = self._files.popitem(last=False)
-                self._close_unless_used(oldest)
+                self._drop(next(iter(self._files)))
+        self.close_idle()
         return file
+
+    def _hold(self, path: str, file: OpenFile) -> None:
+        self._files[path] = file
+        self._files.move_to_end(path)
+        self._used[path] = time.monotonic()
+        self._in_use[file.fd] = self._in_use.get(file.fd, 0) + 1
+
+    def _drop(self, path: str) -> None:
+        file = self._files.pop(path, None)
+        if file is not None:
+            del self._used[path]
+            self._close_unless_used(file)
+
+    def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
+        """Closes what was last asked for so long ago. Call it now and then where nobody reads."""
+        before = time.monotonic() - seconds
+        with self._lock:
+            while self._files and self._used[path := next(iter(self._files))] < before:
+                self._drop(path)
 
     def _done(self, file: OpenFile) -> None:
         with self._lock:
@@ -71,9 +93,7 @@ class FileCache:
     def forget(self, path: str) -> None:
         """Closes a file that is gone or gave an error, as soon as nobody reads it."""
         with self._lock:
-            file = self._files.pop(path, None)
-            if file is not None:
-                self._close_unless_used(file)
+            self._drop(path)
 
     def close(self) -> None:
         for path in list(self._files):
