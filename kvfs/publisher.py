@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvfs.backend import Backend
 from kvfs.config import StoreConfig
 from kvfs.errors import KvfsError
 from kvfs.follow import Follower
-from kvfs.frames import Entry, RunEntry, SealEntry
+from kvfs.frames import Entry, MoveEntry, RunEntry, SealEntry
 from kvfs.index import Index, OutOfStep, apply_journal
 from kvfs.index.apply import Applier
 from kvfs.index.index import add_counters
 from kvfs.journal import HEADER_BYTES, IDLE_SECONDS, ROLL_BYTES, Header, JournalWriter
-from kvfs.segment_writer import Written
+from kvfs.segment_writer import OpenSegment, Written
 
 
 @dataclass(slots=True)
@@ -73,22 +73,48 @@ class Publisher:
         if commit.error is not None:
             raise commit.error
 
-    def publish_checked(self, decide: Callable[[Applier], list[Entry]]) -> list[Entry]:
+    def publish_checked(
+        self, decide: Callable[[Applier], list[Entry]], written: Sequence[Written] = ()
+    ) -> list[Entry]:
         """Publishes what `decide` returns, decided and applied in one index transaction.
 
         Nothing that this host makes visible can come between the decision and its effect. Other
-        writers of the host wait, for as long as an append to the journal takes. Returns the
-        entries; raises as `publish`.
+        writers of the host wait, for as long as an append to the journal takes. written: what the
+        entries refer to; it is made durable first, as in `publish`. Returns the entries, those of
+        new segments included; raises as `publish`.
         """
+        segments = {w.segment.path: w.segment for w in written}
+        fresh: list[Entry] = [s.entry() for s in segments.values() if not s.published]
+
+        def work(applier: Applier) -> list[Entry]:
+            decided = decide(applier)
+            return [*fresh, *decided] if any(_runs(decided)) else decided
+
         with self._committing:
             try:
+                if self.config.durability != "none":
+                    for segment in segments.values():
+                        self.backend.sync(segment.file)
                 self._current_journal()  # a full one is ended by a transaction of its own
-                return self._publish_checked(decide)
+                entries = self._publish_checked(work)
             except OutOfStep:
                 self._follow_own()
-                return self._publish_checked(decide)
+                entries = self._publish_checked(work)
             except OSError as e:
+                for segment in segments.values():
+                    segment.poisoned = True
                 raise self.failed(e) from e
+        self._note_published(segments.values(), entries)
+        return entries
+
+    @staticmethod
+    def _note_published(segments: Iterable[OpenSegment], entries: list[Entry]) -> None:
+        """What the footers of the segments will say."""
+        runs = list(_runs(entries))
+        for segment in segments if runs else ():
+            segment.published = True
+            id_ = segment.header.segment_id
+            segment.entries += (run for run in runs if run.segment == id_)
 
     def _publish_checked(self, decide: Callable[[Applier], list[Entry]]) -> list[Entry]:
         appended: list[tuple[JournalWriter, int, list[tuple[Entry | None, int]]]] = []
@@ -246,3 +272,12 @@ class Publisher:
         """Ends the journal. Raises nothing: what was published stands."""
         with self._committing:
             self._end_journal(last=True)
+
+
+def _runs(entries: Iterable[Entry]) -> Iterator[RunEntry]:
+    """The runs that entries place."""
+    for entry in entries:
+        if isinstance(entry, MoveEntry):
+            yield entry.run
+        elif isinstance(entry, RunEntry):
+            yield entry

@@ -21,7 +21,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvfs.backend import Backend
 from kvfs.chain import HASH_BYTES
@@ -99,9 +99,19 @@ class Writer:
             for written, _ in runs:
                 self._segments.release(written.segment)
 
-    def publish_checked(self, decide: Callable[[Applier], list[Entry]]) -> list[Entry]:
+    def publish_checked(
+        self, decide: Callable[[Applier], list[Entry]], written: Sequence[Written] = ()
+    ) -> list[Entry]:
         """Publishes what is decided within the transaction: see Publisher.publish_checked."""
-        return self._publisher.publish_checked(decide)
+        try:
+            return self._publisher.publish_checked(decide, written)
+        finally:
+            self.discard(written)
+
+    def discard(self, written: Sequence[Written]) -> None:
+        """Lets go of runs that were written and will not be published after all."""
+        for w in written:
+            self._segments.release(w.segment)
 
     def retire(self, segments: set[bytes]) -> None:
         """Takes no more runs into these of its segments: see SegmentWriter.retire."""
