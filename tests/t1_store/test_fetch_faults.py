@@ -210,6 +210,9 @@ def test_a_segment_that_may_not_be_read(nobody: Stock) -> None:
 # stale handles
 
 
+STALE = "I/O error (ESTALE)"
+
+
 def test_stale_handles_are_misses_and_not_kept(stock: Stock, faults: FaultyBackend) -> None:
     """BUGS I1: on NFS or 3FS a removed file is gone for those who have it open."""
     path = segment_of(stock, PROMPT)
@@ -232,17 +235,16 @@ def test_stale_handles_are_misses_and_not_kept(stock: Stock, faults: FaultyBacke
         together.wait()
         for _ in range(50):
             got = stock.store.fetch(stock.ns, plan, hasher, blocks=10)
-            if first_wrong(got.data, hasher, stock.ns.row_bytes) is not None:
-                wrong.append(got)
-            elif not got.complete and (got.blocks, got.reason) != (0, "I/O error (ESTALE)"):
-                wrong.append(got)
+            right = first_wrong(got.data, hasher, stock.ns.row_bytes) is None
+            if not right or (got.blocks, got.reason) not in ((10, None), (0, STALE)):
+                wrong.append((got.blocks, got.reason))
 
     readers = [threading.Thread(target=read) for _ in range(8)]
     for reader in readers:
         reader.start()
     together.wait()
-    os.unlink(path)
     removed.set()
+    os.unlink(path)
     for reader in readers:
         reader.join()
     assert wrong == []
