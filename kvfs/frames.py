@@ -25,6 +25,7 @@ Bodies (strings are a u16 length and UTF-8; hashes 16 bytes; times are milliseco
                then as RUN
   10 MOVED     nsid 16, source (segment id 16, slot u32, count u32), segment id 16, slot u32,
                head 16, when u64; in checkpoints only
+  11 SLOT, 12 SLOTGONE: see kvfs.slot_entries
 
 The path heads of a RUN are the first hashes of the runs that lead to it in its writer's index, the
 root's child first: with them an index that cut the same chain into other runs finds the place.
@@ -48,6 +49,7 @@ import xxhash
 
 from kvfs.chain import HASH_BYTES
 from kvfs.errors import FormatError
+from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
 HEAD = struct.Struct("<IB3xQ")
 _LEAD = struct.Struct("<IB3x")
@@ -233,11 +235,11 @@ class MovedEntry:
 
 Entry = (
     NamespaceEntry | ClassEntry | SegmentEntry | RunEntry | RenewEntry | CutEntry | DropEntry
-    | SealEntry | MoveEntry | MovedEntry
+    | SealEntry | MoveEntry | MovedEntry | SlotEntry | SlotGoneEntry
 )  # fmt: skip
 _TYPES: tuple[type[Entry], ...] = (
     NamespaceEntry, ClassEntry, SegmentEntry, RunEntry, RenewEntry, CutEntry, DropEntry, SealEntry,
-    MoveEntry, MovedEntry,
+    MoveEntry, MovedEntry, SlotEntry, SlotGoneEntry,
 )  # fmt: skip
 _NUMBER = {t: i for i, t in enumerate(_TYPES, 1)}
 
@@ -364,4 +366,7 @@ def _moved(body: memoryview) -> MovedEntry:
     return MovedEntry(nsid, Source(source, first, count), *rest)
 
 
-_DECODERS = (_namespace, _class, _segment, _run, _renew, _cut, _drop, _seal, _move, _moved)
+_DECODERS = (
+    _namespace, _class, _segment, _run, _renew, _cut, _drop, _seal, _move, _moved,
+    SlotEntry.decode, SlotGoneEntry.decode,
+)  # fmt: skip

@@ -18,12 +18,12 @@ from typing import Any, Self
 
 from kvfs import chain
 from kvfs.catalog import Catalog
-from kvfs.errors import KvfsError
+from kvfs.errors import InputError, KvfsError
 from kvfs.index import Index
 from kvfs.index.lookup import Found
 from kvfs.index.place import default_root, recall, require_local
 from kvfs.namespace import Namespace
-from kvfs.plan import Extent, Plan
+from kvfs.plan import Extent, Plan, SlotHint, slot_anchors
 
 _FLUSH_SECONDS = 10.0
 
@@ -37,6 +37,8 @@ class LocalStore:
         self.index = index
         self.clock = clock
         self.catalog = Catalog(index)
+        self.host = os.uname().nodename
+        """This host's name, as slots that it holds are published under."""
         self._lock = threading.RLock()
         self._counters: dict[str, int] = {}
         self._flushed = time.monotonic()
@@ -121,10 +123,38 @@ class LocalStore:
             reason = f"{reason} at block {found.blocks}"
         self._count(f"check.{found.reason.replace(' ', '_')}")
         stored = found.blocks * ns.block_tokens
+        hit = min(stored, ns.identity.hit_cap(hasher.n_tokens))
+        hints: tuple[SlotHint, ...] = ()
+        if hit and ns.identity.state is not None:
+            hints = self._slot_hints(ns, found, hit, stored)
         return Plan(
-            ns.name, ns.nsid, hasher.n_tokens, ns.block_tokens, stored,
-            min(stored, ns.identity.hit_cap(hasher.n_tokens)), reason, self._extents(found),
+            ns.name, ns.nsid, hasher.n_tokens, ns.block_tokens, stored, hit, reason,
+            self._extents(found), hints,
         )  # fmt: skip
+
+    def _slot_hints(
+        self, ns: Namespace, found: Found, hit: int, stored: int
+    ) -> tuple[SlotHint, ...]:
+        """Who holds a slot for this hit; where nobody does, one beyond it, to say why."""
+        block = ns.block_tokens
+        for anchors in (slot_anchors(hit, block), range(hit + block, stored + 1, block)):
+            blocks = [anchor // block for anchor in anchors]
+            hints = self.index.slot_hints(ns.number, found, blocks, self.now_ms(), self.host)
+            if hints:
+                return tuple(hints)
+        return ()
+
+    def slot_holders(self, ns: Namespace, tokens: Any, position: int) -> list[SlotHint]:
+        """Who is said to hold the slot of a prompt at a boundary, whatever is stored of it.
+
+        This host first, then who holds fewest slots. tokens: as for `check`. Raises InputError.
+        """
+        hasher = ns.as_hasher(tokens)
+        blocks, rest = divmod(position, ns.block_tokens)
+        if rest or not 0 < blocks <= hasher.n_blocks:
+            raise InputError(f"{position} is no boundary behind a whole block of the prompt")
+        anchor = hasher.digest(blocks)
+        return self.index.slot_holders(ns.number, anchor, self.now_ms(), self.host)
 
     def _extents(self, found: Found) -> tuple[Extent, ...]:
         out = []

@@ -67,6 +67,8 @@ from kvfs.index.schema import (
     waiting_hashes,
     waiting_key,
 )
+from kvfs.index.slots import apply_slot, apply_slot_gone
+from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
 _WHOLE_SEGMENT = 0xFFFFFFFF
 
@@ -391,4 +393,6 @@ _HANDLERS: dict[type[Any], Callable[[Applier, Any], None]] = {
     SealEntry: Applier.apply_seal,
     MoveEntry: Applier.apply_move,
     MovedEntry: Applier.apply_moved,
+    SlotEntry: apply_slot,
+    SlotGoneEntry: apply_slot_gone,
 }

@@ -39,6 +39,7 @@ from kvfs.index.tally import Tally
 if TYPE_CHECKING:
     from kvfs.frames import Entry
     from kvfs.index.apply import Applier
+    from kvfs.plan import SlotHint
 
 T = TypeVar("T")
 _COUNTER = b"n:"  # prefix in `meta` of counters that change together with rows
@@ -238,6 +239,33 @@ class Index:
         from kvfs.index.apply import Applier
 
         env = self.env()
+    # slots
+
+    def slot_hints(
+        self, ns: int, found: Found, blocks: Iterable[int], now_ms: int, here: str
+    ) -> list[SlotHint]:
+        """Who is said to hold the slots behind the first so many blocks of a prompt.
+
+        found: what `check` said of the prompt; blocks: in the order of the answer; here: this
+        host's name.
+        """
+        from kvfs.index.slots import anchor_hash, holders
+
+        hints: list[SlotHint] = []
+        with self.env().read() as txn:
+            for n in blocks:
+                anchor = anchor_hash(txn, found.runs, n)
+                if anchor is not None:
+                    hints += holders(txn, ns, anchor, now_ms, here)
+        return hints
+
+    def slot_holders(self, ns: int, anchor: bytes, now_ms: int, here: str) -> list[SlotHint]:
+        """Who is said to hold the slot of an anchor: this host first, then who holds fewest."""
+        from kvfs.index.slots import holders
+
+        with self.env().read() as txn:
+            return holders(txn, ns, anchor, now_ms, here)
+
         self._guard.entered()
 
         def run(txn: Any) -> T:

@@ -22,10 +22,14 @@ from kvfs.index.schema import (
     META,
     MOVED,
     PLACED,
+    POOLS,
     PREFIX,
+    PURGE,
     RUNS,
     SEGIDS,
     SEGMENTS,
+    SERVING,
+    SLOTS,
     WAITING,
     Segment,
     scan,
@@ -34,13 +38,14 @@ from kvfs.index.schema import (
 from kvfs.segment import SEGMENT_ID_BYTES
 
 _CONTENT = (SEGIDS, SEGMENTS, RUNS, CHILDREN, PLACED, WAITING, CUTS, MOVED, ALIASES)
+_HINTS = (SLOTS, POOLS, SERVING, PURGE)
 _SUMS = (b"blocks", b"orphans", b"cuts")
 
 
 def wipe(applier: Applier, *, journals: bool) -> None:
     """Removes all segments, runs and cuts; with `journals` also how far each journal was applied,
     so that they count as unread."""
-    for table in (*_CONTENT, *((JOURNALS,) if journals else ())):
+    for table in (*_CONTENT, *_HINTS, *((JOURNALS,) if journals else ())):
         _clear(applier, table)
     for name in _SUMS:
         applier.txn.delete(META + name)

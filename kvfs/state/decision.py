@@ -9,12 +9,12 @@ block. Plain immutable data and arithmetic, no I/O.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfs.errors import InputError
 from kvfs.layout import Identity, StateLayout
-from kvfs.plan import Plan
+from kvfs.plan import Plan, SlotHint, slot_anchors
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Decision:
 
     tokens: its length; cap: tokens that may be hit at most; l1: the longest stored prefix within
     the cap, whole blocks; hit_tokens: what is not computed; slot: anchor of the slot to load into
-    the ring, None for none; replay: what fills the ring instead; reason: why it is so.
+    the ring, None for none; replay: what fills the ring instead; reason: why it is so; holders: who
+    is said to have that slot, the one to ask first in front.
     """
 
     tokens: int
@@ -73,6 +74,7 @@ class Decision:
     slot: int | None
     replay: Replay | None
     reason: str
+    holders: tuple[SlotHint, ...] = ()
 
     @property
     def compute_tokens(self) -> int:
@@ -89,7 +91,7 @@ class Decision:
             "hit_tokens": self.hit_tokens, "compute_tokens": self.compute_tokens,
             "slot": self.slot,
             "replay": None if self.replay is None else self.replay.to_json(),
-            "reason": self.reason,
+            "reason": self.reason, "holders": [hint.to_json() for hint in self.holders],
         }  # fmt: skip
 
 
@@ -102,20 +104,19 @@ def hit_cap(identity: Identity, tokens: int) -> int:
     return max(0, tokens - keep)
 
 
-def candidates(l1: int, block: int) -> tuple[int, ...]:
-    """Anchors at which a slot saves the replay, the best first."""
-    return tuple(anchor for anchor in (l1, l1 - block) if anchor > 0)
-
-
 def decide(
-    plan: Plan, identity: Identity, slots: Collection[int] = (), *, exact: bool = False
+    plan: Plan, identity: Identity, slots: Collection[int] | None = None, *, exact: bool = False
 ) -> Decision:
-    """What to do with a checked prompt. slots: anchors of this prompt for which there is a slot.
+    """What to do with a checked prompt.
 
+    slots: anchors of this prompt for which there is a slot; None: those of the plan's hints.
     exact: replay so much that every stored layer's window is exact, not one window. A decision
     that rests on a slot which then cannot be had is made anew without it.
     """
-    return decide_length(identity, plan.tokens, plan.stored_tokens, slots, exact=exact)
+    known = {hint.position for hint in plan.slots} if slots is None else slots
+    found = decide_length(identity, plan.tokens, plan.stored_tokens, known, exact=exact)
+    holders = tuple(hint for hint in plan.slots if hint.position == found.slot)
+    return replace(found, holders=holders) if holders else found
 
 
 def decide_length(
@@ -130,7 +131,7 @@ def decide_length(
     if not l1:
         reason = "nothing stored" if not stored else "the prompt is too short for a hit"
         return Decision(tokens, cap, 0, 0, None, None, reason)
-    for anchor in candidates(l1, block):
+    for anchor in slot_anchors(l1, block):
         if anchor in slots:
             return Decision(tokens, cap, l1, anchor, anchor, None, f"slot at {anchor}")
     hit = l1 - block

@@ -25,6 +25,7 @@ from kvfs.errors import FormatError
 from kvfs.geometry import Geometry
 from kvfs.index import schema
 from kvfs.record import RunBlocks, Shape
+from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -268,6 +269,14 @@ ENTRIES: dict[str, tuple[Any, list[Any]]] = {
     "10 MOVED": (
         frames.MovedEntry(NSID, frames.Source(SEGMENT_ID, 4, 2), SEGMENT_ID, 9, HASHES[:16], TIME),
         [NSID, SEGMENT_ID, 4, 2, SEGMENT_ID, 9, HASHES[:16], TIME],
+    ),
+    "11 SLOT": (
+        SlotEntry(NSID, STORE, PARENT, 256, 6, TIME + 9, TIME, "host", "host:7000"),
+        [NSID, STORE, PARENT, 256, 6, TIME + 9, TIME, "host", "host:7000"],
+    ),
+    "12 SLOTGONE": (
+        SlotGoneEntry(NSID, STORE, PARENT, 6, TIME),
+        [NSID, STORE, PARENT, 6, TIME],
     ),
 }
 

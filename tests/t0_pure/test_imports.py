@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "kvfs.errors",
+        "kvfs.errors kvfs.filesystems",
         "kvfs.chain kvfs.layout kvfs.presets kvfs.geometry",
-        "kvfs.backend kvfs.frames kvfs.record",
+        "kvfs.backend kvfs.frames kvfs.record kvfs.slot_entries",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
