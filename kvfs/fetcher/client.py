@@ -35,6 +35,7 @@ ANSWER_SECONDS = 2.0
 """A fetcher that does not answer for so long is not waited for again before it does."""
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.001
+_CONNECT_SECONDS = 0.005
 _REFUSALS: dict[int, type[KvfsError]] = {k.exit_code: k for k in (BusyError, InputError)}
 
 
@@ -63,10 +64,11 @@ class FetchClient:
         self.orphans: deque[tuple[int, int]] = deque()
         """Tickets that were dropped without `release`."""
         self._sock = peer if isinstance(peer, socket.socket) else socket.socket(socket.AF_UNIX)
+        timeout = ANSWER_SECONDS if timeout is None else timeout
         try:
-            self._sock.settimeout(ANSWER_SECONDS if timeout is None else timeout)
             if isinstance(peer, str):
-                self._sock.connect(peer)
+                _connect(self._sock, peer, time.monotonic() + timeout)
+            self._sock.settimeout(timeout)
             self._sock.sendall(wire.hello())
             self.fetcher_pid, fd = self._welcome()
             self.arena = Arena.attach(fd)
@@ -276,6 +278,18 @@ class FetchClient:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _connect(sock: socket.socket, path: str, until: float) -> None:
+    """Raises OSError; BlockingIOError if too many others are connecting all the time."""
+    sock.setblocking(False)
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_CONNECT_SECONDS)
 
 
 def pieces_of(ns: Namespace, plan: Plan, first: int, wanted: int) -> list[wire.Piece]:

@@ -10,12 +10,14 @@ Blocking: starting one takes a second and more for a large arena. Nothing here l
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvfs.errors import BackendError, BusyError, ConfigError, KvfsError, NoStoreError
@@ -24,6 +26,7 @@ from kvfs.fetcher.client import FetchClient
 ARENA_BYTES = 2 << 30
 START_SECONDS = 20.0
 """And one more for each GiB of the arena."""
+_LOOK_SECONDS = 0.02
 _KINDS = (BusyError, ConfigError, NoStoreError, BackendError)
 
 
@@ -98,16 +101,31 @@ def connect(path: str, store: bytes, options: Options | None = None) -> FetchCli
     options = options or Options()
     until = time.monotonic() + options.start_seconds
     while True:
-        client = find(store)
-        if client is not None:
-            return client
-        # BusyError: somebody else is starting one, or one is there that does not answer.
-        with contextlib.suppress(BusyError):
-            start(path, options)
-            continue
+        with _turn(store) as ours, contextlib.suppress(BusyError):
+            client = find(store)
+            if client is not None:
+                return client
+            if ours:
+                start(path, options)
+                continue
+        # Somebody else is starting one, or one is there that does not answer.
         if time.monotonic() > until:
             raise BackendError(f"{path}: its fetcher does not answer")
-        time.sleep(0.02)
+        time.sleep(_LOOK_SECONDS)
+
+
+@contextlib.contextmanager
+def _turn(store: bytes) -> Iterator[bool]:
+    """Says whether it is the caller's turn to start a fetcher: dozens may miss it at once."""
+    fd = os.open(f"{socket_path(store)}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ours = False
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        yield ours
+    finally:
+        os.close(fd)
 
 
 def start(path: str, options: Options) -> None:

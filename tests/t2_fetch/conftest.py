@@ -14,7 +14,7 @@ from kvfs.backend import Backend, PosixBackend
 from kvfs.fetcher import launch
 from kvfs.fetcher.client import FetchClient
 from kvfs.fetcher.launch import Options
-from kvfs.testing.faults import FaultyBackend
+from kvfs.testing.faults import FaultyBackend, Hold
 from kvfs.testing.fetchers import FetcherThread
 from kvfs.testing.stock import Stock
 
@@ -41,6 +41,7 @@ def stock(store_dir: Path) -> Iterator[Stock]:
 
 @pytest.fixture
 def faults(stock: Stock) -> FaultyBackend:
+    """Storage that fails on purpose; what a test that failed still holds goes on when it ends."""
     return FaultyBackend(PosixBackend(stock.store.path), seed=1)
 
 
@@ -60,6 +61,9 @@ def start(stock: Stock) -> Iterator[Start]:
 
     yield begin
     for fetcher in running:
+        for rule in getattr(fetcher.workers.backend, "_rules", ()):
+            if isinstance(rule.do, Hold):
+                rule.do.release()
         fetcher.__exit__()
 
 

@@ -50,9 +50,9 @@ def ask(client: FetchClient, stock: Stock, prompt: list[int], **options: Any) ->
 
 def wrong(ticket: Ticket, stock: Stock, prompt: list[int]) -> int | None:
     """The first of the good blocks that is not the prompt's."""
-    hasher, row = stock.ns.hasher(prompt), stock.ns.row_bytes
-    lineages = hasher.lineages(ticket.first + ticket.good, first=ticket.first)
-    for i in range(ticket.good):
+    hasher, row, good = stock.ns.hasher(prompt), stock.ns.row_bytes, ticket.good
+    lineages = hasher.lineages(ticket.first + good, first=ticket.first)
+    for i in range(good):
         if ticket.payload(ticket.first + i) != payload(lineages[16 * i : 16 * i + 16], row):
             return ticket.first + i
     return None

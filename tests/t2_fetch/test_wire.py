@@ -137,8 +137,8 @@ def rough(fetcher: FetcherThread) -> Iterator[list[socket.socket]]:
 def connected(fetcher: FetcherThread, rough: list[socket.socket], *, greet: bool = True):
     sock = socket.socket(socket.AF_UNIX)
     rough.append(sock)
-    sock.settimeout(10)
     sock.connect(fetcher.path)
+    sock.settimeout(10)
     if greet:
         sock.sendall(wire.hello())
         _, ancillary, _, _ = sock.recvmsg(wire.WELCOME_BYTES, socket.CMSG_SPACE(4))
