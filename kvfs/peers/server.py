@@ -1,0 +1,169 @@
+"""The socket that other hosts ask for slots, and the thread that answers: hypercorn on trio.
+
+Binds the one address it is given, never all of them unless told so. What may be read, waited for
+and kept is bounded: heads of a few KiB, an end for connections that do nothing, one for peers that
+take nothing, a few requests at once (kvfs.peers.app), and a number of connections.
+
+Threads: `start` and `stop` from the one that owns it; the loop has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import resource
+import socket
+import threading
+from typing import Any
+
+import trio
+from hypercorn.config import Config
+from hypercorn.trio import serve
+
+from kvfs.errors import BackendError, ConfigError
+from kvfs.peers.app import SlotApp
+from kvfs.peers.pools import Pools
+from kvfs.peers.wire import MAX_HEAD, join_address, split_address
+
+log = logging.getLogger(__name__)
+IDLE_SECONDS = 30.0
+"""How long a connection that asks nothing, or half a head, is kept."""
+STUCK_SECONDS = 10.0
+"""How long a peer may take nothing of what was sent, or send nothing of what it announced."""
+STOP_SECONDS = 2.0
+_BACKLOG = 1024
+_FILES = 65536
+
+
+class SlotServer:
+    """Answers other hosts until it is stopped. A context manager."""
+
+    def __init__(
+        self, app: SlotApp, pools: Pools, listener: socket.socket, *, idle: float = IDLE_SECONDS
+    ) -> None:
+        """listener: of `bound`; closed with the server. idle: seconds, see IDLE_SECONDS."""
+        self.app = app
+        self.pools = pools
+        self._listener = listener
+        self._idle = idle
+        self._thread = threading.Thread(target=self._run, name="kvfs-peers", daemon=True)
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._ended = trio.Event()
+
+    @property
+    def address(self) -> str:
+        return address_of(self._listener)
+
+    def start(self) -> SlotServer:
+        """Returns when it answers. Raises BackendError if it cannot."""
+        _raise_file_limit()
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise BackendError(f"{self.address}: {self._failure}") from self._failure
+        return self
+
+    def stop(self) -> None:
+        """Lets what is under way end, for a moment, and leaves."""
+        if self._token is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._ended.set)
+        self._thread.join()
+        self._listener.close()
+
+    def __enter__(self) -> SlotServer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        except Exception as e:
+            self._failure = e
+            if self._started.is_set():
+                log.exception("the server of slots ended; this is a bug of kvfs")
+        finally:
+            self._started.set()
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._let_go)
+            app: Any = self.app
+            await nursery.start(self._serve, app)
+            self._started.set()
+            await self._ended.wait()
+            # hypercorn ends by itself, see _serve; the rest with it.
+
+    async def _serve(self, app: Any, task_status: Any) -> None:
+        config = _config(self._listener, self._idle)
+        await serve(
+            app, config, shutdown_trigger=self._ended.wait, task_status=task_status, mode="asgi"
+        )
+
+    async def _let_go(self) -> None:
+        while not self._ended.is_set():
+            with trio.move_on_after(1.0):
+                await self._ended.wait()
+            self.pools.let_go()
+
+
+def bound(address: str, *, any_interface: bool = False) -> socket.socket:
+    """A socket that listens on `IP:port`; port 0: any free one. Raises InputError, ConfigError."""
+    host, port = split_address(address)
+    if ipaddress.ip_address(host).is_unspecified and not any_interface:
+        raise ConfigError(
+            f"{address} is every interface of this host; name one address, or say "
+            "--any-interface if that is meant"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it: one whose peer takes nothing ends, frozen or cut off.
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STUCK_SECONDS * 1000)
+        )
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"{address}: {e.strerror}") from e
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    return join_address(*listener.getsockname()[:2])
+
+
+def _config(listener: socket.socket, idle: float) -> Config:
+    config = Config()
+    config.bind = [f"fd://{listener.dup().detach()}"]  # which hypercorn closes
+    config.backlog = _BACKLOG
+    config.accesslog = config.errorlog = None
+    config.loglevel = "CRITICAL"  # it logs what strangers send; the application counts
+    config.graceful_timeout = STOP_SECONDS
+    config.shutdown_timeout = config.startup_timeout = STOP_SECONDS
+    config.keep_alive_timeout = idle
+    config.keep_alive_max_requests = 1 << 62
+    config.read_timeout = None
+    config.h11_max_incomplete_size = MAX_HEAD
+    config.h2_max_concurrent_streams = 1
+    config.h2_max_header_list_size = MAX_HEAD
+    config.max_app_queue_size = 4
+    config.include_server_header = config.include_date_header = False
+    return config
+
+
+def _raise_file_limit() -> None:
+    """Idle connections of strangers must not use up the files that the store needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
