@@ -232,13 +232,6 @@ class Index:
             out[key[:12], number] = JournalState(key[:12], number, writer, offset, ended)
         return out
 
-    # writing
-
-    def write(self, work: Callable[[Applier], T]) -> T:
-        """Runs work with an Applier in one write transaction. It may run more than once."""
-        from kvfs.index.apply import Applier
-
-        env = self.env()
     # slots
 
     def slot_hints(
@@ -266,6 +259,13 @@ class Index:
         with self.env().read() as txn:
             return holders(txn, ns, anchor, now_ms, here)
 
+    # writing
+
+    def write(self, work: Callable[[Applier], T]) -> T:
+        """Runs work with an Applier in one write transaction. It may run more than once."""
+        from kvfs.index.apply import Applier
+
+        env = self.env()
         self._guard.entered()
 
         def run(txn: Any) -> T:
