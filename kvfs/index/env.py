@@ -17,6 +17,7 @@ the kernel's); a machine that dies leaves an index that kvfs.index.guard throws 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ import lmdb
 from kvfs.errors import IndexFault
 
 T = TypeVar("T")
+LmdbError = lmdb.Error
 # A map is address space, not disk: 8 GiB holds some 200 million blocks before the first growth.
 MAP_BYTES = 8 << 30
 MAX_MAP_BYTES = 1 << 42
@@ -35,7 +37,7 @@ MAX_READERS = 1024
 
 _lock = threading.Lock()
 _open: dict[str, Env] = {}
-_abandoned: list[Any] = []  # environments of a parent process: never closed, never used
+_abandoned: list[Any] = []  # of a parent process, or of deleted files: never closed
 
 
 class Env:
@@ -61,8 +63,19 @@ class Env:
                 max_spare_txns=8,
             )  # fmt: skip
             self._env.reader_check()
+            self._file, self._lock_file = _file_id(self.path), _file_id(self.path, "lock.mdb")
         except lmdb.Error as e:
-            raise IndexFault(f"{self.path}: {e}; `kvctl rebuild` makes the index anew") from e
+            raise self.fault(e) from e
+
+    def deleted(self) -> bool:
+        """Says whether the files are no longer the ones that are open here."""
+        return _file_id(self.path) != self._file
+
+    def forget_lock(self) -> None:
+        """Removes the lock file if it outlived the data: what it says is of the deleted file."""
+        if _file_id(self.path) is None and _file_id(self.path, "lock.mdb") == self._lock_file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, "lock.mdb"))
 
     def begin_read(self) -> Any:
         """Begins a read transaction; its values are memoryviews. End it with `end_read`."""
@@ -106,8 +119,13 @@ class Env:
         txn = self.begin_read()
         try:
             yield txn
+        except lmdb.Error as e:
+            raise self.fault(e) from e
         finally:
             self.end_read(txn)
+
+    def fault(self, e: Exception) -> IndexFault:
+        return IndexFault(f"{self.path}: {e}; `kvctl rebuild` makes the index anew")
 
     def write(self, work: Callable[[Any], T]) -> T:
         """Runs work(txn) in a write transaction and commits; grows a full map and runs it again.
@@ -122,7 +140,7 @@ class Env:
                 except lmdb.MapFullError:
                     self._grow()
                 except lmdb.Error as e:
-                    raise IndexFault(f"{self.path}: {e}") from e
+                    raise self.fault(e) from e
 
     def _write_once(self, work: Callable[[Any], T]) -> T:
         with self._gate:
@@ -182,6 +200,24 @@ class Env:
     def abandon(self) -> None:
         """Gives up an environment inherited through fork without touching it."""
         _abandoned.append(self._env)
+
+
+def _file_id(path: str, name: str = "data.mdb") -> tuple[int, int] | None:
+    try:
+        found = os.stat(os.path.join(path, name))
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def retire(env: Env) -> None:
+    """Gives up an environment whose files were deleted: whoever is in it may finish, and nobody
+    else gets it. It stays open, since others may be reading it."""
+    with _lock:
+        env.forget_lock()
+        _abandoned.append(env)
+        if _open.get(env.path) is env:
+            del _open[env.path]
 
 
 def acquire(path: str, map_bytes: int = MAP_BYTES) -> tuple[Env, bool]:

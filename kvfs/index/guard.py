@@ -4,10 +4,14 @@ LMDB trusts its file: reading a garbled page can kill the process. So whoever op
 nobody else in it looks at a stamp first:
 
   stamp present and equal to the file (inode, size, mtime)   closed in order, nothing to do
-  else, same boot                                            its last user was killed; a child
+  present and not equal                                      something else wrote into the file:
+                                                             the index is thrown away
+  absent, same boot                                          its last user was killed; a child
                                                              process walks the whole tree first
-  else                                                       the machine went down with unsynced
+  absent, other boot                                         the machine went down with unsynced
                                                              pages: the index is thrown away
+
+Whoever writes to the index removes the stamp first; the last one to leave writes it.
 
 Users hold a shared lock on `users.lock` for as long as they have the index open, so the kernel
 counts them; it is always on a local file system. Throwing an index away loses nothing.
@@ -40,6 +44,7 @@ class Guard:
         self.path = path
         self.discarded: str | None = None
         """Why the index that was here was thrown away, if it was."""
+        self._entered = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(os.path.join(path, _USERS), flags, 0o600)
         try:
@@ -50,6 +55,12 @@ class Guard:
             os.close(self._fd)
             raise
         self._pid = os.getpid()
+
+    def _in_place(self) -> bool:
+        """Says whether the directory is still the one that was entered, and not a later one."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._fd), os.stat(os.path.join(self.path, _USERS)))
+        return False
 
     def _alone(self) -> bool:
         try:
@@ -64,7 +75,9 @@ class Guard:
         stamp = self._read_stamp()
         if stamp == self._fingerprint():
             return
-        if os.pread(self._fd, 64, 0).decode("ascii", "replace") != boot_id():
+        if stamp:
+            self._discard("its file was changed by something else")
+        elif os.pread(self._fd, 64, 0).decode("ascii", "replace") != boot_id():
             self._discard("the machine went down while it was in use")
         elif not self._walk():
             self._discard("it is damaged")
@@ -111,8 +124,13 @@ class Guard:
 
     def entered(self) -> None:
         """Notes that pages may be written from now on, in this boot; call before the first."""
+        if self._entered:
+            return
         if os.pread(self._fd, 64, 0).decode("ascii", "replace") != boot_id():
             os.pwrite(self._fd, boot_id().encode(), 0)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.path, _STAMP))
+        self._entered = True  # nobody writes a stamp as long as we are inside
 
     def needs_stamp(self) -> bool:
         """Says whether this process is the last inside and the index changed since its stamp.
@@ -121,6 +139,7 @@ class Guard:
         """
         return (
             os.getpid() == self._pid
+            and self._in_place()
             and self._alone()
             and os.path.exists(os.path.join(self.path, _DATA))
             and self._read_stamp() != self._fingerprint()
@@ -156,8 +175,10 @@ def _remove(path: str) -> None:
 
 
 def _walk_tree(path: str) -> None:
-    """Visits every key and value; dies or raises if LMDB cannot."""
+    """Visits every key and value and what they say of each other; dies or raises if it cannot."""
     import lmdb
+
+    from kvfs.index.soundness import faults_in
 
     env = lmdb.open(path, readonly=True, lock=False, create=False)
     with env.begin(buffers=True) as txn:
@@ -167,6 +188,8 @@ def _walk_tree(path: str) -> None:
                 found += bool(len(key)) and len(value) >= 0
         if found != entries:
             raise SystemExit(f"{found} entries where {entries} are counted")
+        for fault in faults_in(txn):
+            raise SystemExit(fault)
     env.close()
 
 

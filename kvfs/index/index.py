@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvfs.chain import HASH_BYTES, PrefixHasher
 from kvfs.errors import IndexFault
-from kvfs.index.env import MAP_BYTES, Env, acquire, generation, release
+from kvfs.index.env import MAP_BYTES, Env, LmdbError, acquire, generation, release
 from kvfs.index.guard import Guard
 from kvfs.index.lookup import Found, longest_prefix
 from kvfs.index.schema import (
@@ -115,6 +115,7 @@ class Index:
         if self._generation != generation():
             with self._lock:
                 if self._generation != generation():
+                    self._guard.leave(stamp=False)  # our copy of the parent's lock
                     self._connect()
         return self._env
 
@@ -123,7 +124,8 @@ class Index:
             return
         self._closed = True
         if self._generation != generation():
-            return  # the parent's
+            self._guard.leave(stamp=False)
+            return  # the rest is the parent's
         stamp = self._env.users == 1 and self._guard.needs_stamp()
         if stamp:
             self._env.sync()
@@ -138,6 +140,8 @@ class Index:
         txn = env.begin_read()
         try:
             return longest_prefix(txn.get, run_key(ns, b""), hasher, now_ms)
+        except LmdbError as e:
+            raise env.fault(e) from e
         finally:
             env.end_read(txn)
 

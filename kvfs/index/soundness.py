@@ -31,14 +31,15 @@ def index_faults(index: Index, limit: int = 100) -> list[str]:
     """What is wrong with the rows, a sentence each, at most `limit` of them; empty if sound."""
     found: list[str] = []
     with index.env().read() as txn:
-        for fault in _faults(txn):
+        for fault in faults_in(txn):
             found.append(fault)
             if len(found) >= limit:
                 break
     return found
 
 
-def _faults(txn: Any) -> Iterator[str]:
+def faults_in(txn: Any) -> Iterator[str]:
+    """The faults that one read transaction sees; reads every row of runs and what belongs to it."""
     runs = blocks = 0
     for key, value in scan(txn, RUNS):
         run = Run.decode(key, value)
