@@ -21,6 +21,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from math import inf
 from typing import Any
 
 from kvfs.arena import Arena
@@ -57,7 +58,7 @@ class FetchClient:
         self._sending = threading.Lock()
         self._received = bytearray()
         self._number = 0
-        self._silent = False  # a question has been given up and nothing was heard since
+        self._silent_since = inf  # when the first question that is not answered yet was sent
         self._gone = False
         self._looked = 0.0
         self._told: set[bytes] = set()
@@ -183,19 +184,22 @@ class FetchClient:
         """
         while self.orphans:
             self.release(*self.orphans.popleft())
-        until = min(until, time.monotonic() + ANSWER_SECONDS)
-        if self._silent and not self._heard(until if patient else time.monotonic()):
-            raise BackendError("fetcher silent: it has not answered the last request")
+        asked = time.monotonic()
+        until = min(until, asked + ANSWER_SECONDS)
+        if asked - self._silent_since > ANSWER_SECONDS:
+            if not self._heard(until if patient else asked):
+                raise BackendError("fetcher silent: it has not answered for a while")
         self._send(question)
+        self._silent_since = min(self._silent_since, asked)
         while self._heard(until):
             length, kind, number = wire.parse_head(self._received)
             body = bytes(self._received[wire.HEAD.size : wire.HEAD.size + length])
             del self._received[: wire.HEAD.size + length]
             if number == self._number:
                 return kind, body
+            self._silent_since = asked
             if kind == wire.TICKET:  # whoever asked for it has given up
                 self.release(*wire.parse_ticket(body)[:2])
-        self._silent = True
         raise BackendError("fetcher silent: no answer in time")
 
     def _heard(self, until: float) -> bool:
@@ -206,7 +210,7 @@ class FetchClient:
             if len(received) >= size:
                 size += self._length()
             if len(received) >= size:
-                self._silent = False
+                self._silent_since = inf
                 return True
             try:
                 data = self._sock.recv(size - len(received))
