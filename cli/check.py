@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvfs.local import LocalStore
     from kvfs.namespace import Namespace
     from kvfs.plan import Plan
+    from kvfs.state.decision import Decision
 
 MANUAL = {
     "Token ids": tokens.MANUAL,
@@ -45,6 +46,13 @@ MANUAL = {
     extents -- list of objects, one for each stretch of stored blocks: segment (path in the
     store), segment_id, slot, count and block (records, and the number of the first block),
     offset, stride, extent, first (bytes), expires_ms (milliseconds since 1970)
+    slots -- list of objects, one for each host that is said to hold the sliding-window state of
+    the hit, the one to ask first in front: position (tokens before it), host, address, pool (hex
+    digits), generation, expires_ms
+    decision -- only where the model has a sliding window: tokens, cap (tokens that may be hit at
+    most), l1 (the hit, if its slot is there), hit_tokens (the hit as it is), compute_tokens, slot
+    (position of the slot to load, or null), replay (object with start, end, tokens, layers,
+    exact_layers and writes_blocks, or null), reason, holders (those of slots that have it)
     explain -- with --explain: block and first_token (where the stored prefix ends), hash and
     parent of that block, expired_ms or null, sibling_count, siblings (objects with hash,
     written_ms, expires_ms, common_tokens, ours, theirs, shift) and elsewhere (objects with
@@ -87,7 +95,7 @@ def command(
         if why and plan.reason != "hit":
             explanation = _explain(store, ns, hasher, plan)
         if not quiet:
-            _print(settings, plan, explanation, store.now_ms())
+            _print(settings, plan, _decision(ns, plan), explanation, store.now_ms())
     return exit_code(ns, plan)
 
 
@@ -97,6 +105,15 @@ def _explain(store: LocalStore, ns: Namespace, hasher: PrefixHasher, plan: Plan)
 
     assert isinstance(store, Store)
     return explain(store, ns, hasher, plan)
+
+
+def _decision(ns: Namespace, plan: Plan) -> Decision | None:
+    """What a sliding window makes of the plan; None for a model without one."""
+    if ns.identity.state is None:
+        return None
+    from kvfs.state.decision import decide
+
+    return decide(plan, ns.identity)
 
 
 @contextlib.contextmanager
@@ -122,9 +139,13 @@ def exit_code(ns: Namespace, plan: Plan) -> int:
     return EXIT_OK if plan.hit_tokens == ns.identity.hit_cap(plan.tokens) else EXIT_PARTIAL
 
 
-def _print(settings: Settings, plan: Plan, why: Explanation | None, now_ms: int) -> None:
+def _print(
+    settings: Settings, plan: Plan, decision: Decision | None, why: Explanation | None, now_ms: int
+) -> None:
     if settings.as_json:
         result: dict[str, Any] = plan.to_json()
+        if decision is not None:
+            result["decision"] = decision.to_json()
         if why is not None:
             result["explain"] = why.to_json()
         output.json_line(result)
@@ -138,12 +159,23 @@ def _print(settings: Settings, plan: Plan, why: Explanation | None, now_ms: int)
         [("prompt", f"{output.many(plan.tokens, 'token')}, {output.many(blocks, 'block')}"),
          ("stored", f"{plan.stored_tokens:,} tokens, {output.many(plan.stored_blocks, 'block')}"),
          ("may be hit", f"{plan.hit_tokens:,} tokens{share}"),
+         ("window", "" if decision is None else _window(decision)),
          ("reason", plan.reason),
          ("where", where if segments else ""),
          ("expires", "" if soonest is None else f"in {output.left(soonest, now_ms)}")]
     )  # fmt: skip
     if why is not None:
         _print_explanation(why)
+
+
+def _window(decision: Decision) -> str:
+    """What the sliding window takes from the hit."""
+    if not decision.l1:
+        return decision.reason
+    hosts = list(dict.fromkeys(hint.host for hint in decision.holders))
+    where = f" on {', '.join(hosts)}" if hosts else ""
+    text = f"{decision.reason}{where}; hit {decision.hit_tokens:,} tokens"
+    return text + f", replay {decision.replay_tokens:,}" * (decision.replay is not None)
 
 
 def _print_explanation(why: Explanation) -> None:

@@ -77,6 +77,12 @@ def _pool(txn: Any, pool: bytes) -> _Pool | None:
     return None if value is None else _Pool.decode(value)
 
 
+def _row(txn: Any, where: bytes) -> bytes | None:
+    """A row of `slots`, copied: what LMDB gives is valid only until the next write."""
+    value = txn.get(SLOTS + where)
+    return None if value is None else bytes(value)
+
+
 # news come in
 
 
@@ -92,7 +98,7 @@ def apply_slot(applier: Applier, entry: SlotEntry) -> None:
     pool = _pool(txn, entry.pool) or _Pool(ns, 0, 0, entry.host, entry.address)
     _note_address(txn, entry, ns)
     where = PREFIX.pack(ns) + entry.anchor + entry.pool
-    old = txn.get(SLOTS + where)
+    old = _row(txn, where)
     if old is not None:
         _, generation, expires, _ = SLOT.unpack(old)
         known_gone = not expires and entry.generation <= generation
@@ -151,7 +157,7 @@ def apply_slot_gone(applier: Applier, entry: SlotGoneEntry) -> None:
         txn.put(POOLS + entry.pool, replace(pool, gone=gone).value())
         return
     where = PREFIX.pack(ns) + entry.anchor + entry.pool
-    old = txn.get(SLOTS + where)
+    old = _row(txn, where)
     expires = 0
     if old is not None:
         _, generation, expires, _ = SLOT.unpack(old)
@@ -165,7 +171,13 @@ def apply_slot_gone(applier: Applier, entry: SlotGoneEntry) -> None:
 
 
 def _put(
-    txn: Any, where: bytes, old: Any, position: int, generation: int, expires: int, purge: int
+    txn: Any,
+    where: bytes,
+    old: bytes | None,
+    position: int,
+    generation: int,
+    expires: int,
+    purge: int,
 ) -> None:
     if old is not None:
         txn.delete(PURGE + _MS.pack(SLOT.unpack(old)[3]) + where)

@@ -585,3 +585,28 @@ def test_names_have_a_length(
     for host, address in (("h" * 256, ""), ("h", "é" * 128), ("h\0", "")):
         with pytest.raises(InputError):
             Directory(store, pool, host=host, address=address)
+
+
+def test_kvctl_check_names_the_holder(
+    store: Store, ns: Namespace, open_pool: Callable[[str], SlotPool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from kvfs.testing.command import kvctl, kvctl_json
+
+    monkeypatch.setenv("KVFS_STORE", store.path)
+    tokens = prompt(4096)
+    put(store, ns, tokens)
+    directory = Directory(store, open_pool("a"), host="gpu-7", address="gpu-7:7000")
+    keep(directory, ns, tokens, 3968)
+    text = ",".join(map(str, tokens))
+    # The clock of the command is a real one, and before that of the test.
+    found = kvctl_json("check", "--tokens", text)
+    decision = found["decision"]
+    assert (found["stored_tokens"], decision["l1"], decision["hit_tokens"]) == (4096, 3840, 3712)
+    assert (decision["compute_tokens"], decision["replay"]["tokens"]) == (384, 128)
+    assert "3968 is beyond what may be hit" in decision["reason"]
+    keep(directory, ns, tokens, 3840)
+    decision = kvctl_json("check", "--tokens", text)["decision"]
+    assert (decision["hit_tokens"], decision["replay"]) == (3840, None)
+    assert decision["holders"][0]["address"] == "gpu-7:7000"
+    assert "slot at 3840 on gpu-7" in kvctl("check", "--tokens", text).stdout
