@@ -98,12 +98,16 @@ class Arena:
         """A new descriptor of the arena that can only be mapped for reading."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def close(self) -> None:
-        """May be called twice. Views that callers hold keep the memory until they are gone."""
+    def unname(self) -> None:
+        """Takes the name of a named one away: who has it mapped keeps it, nobody else finds it."""
         path, self.path = self.path, None
         if path is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+    def close(self) -> None:
+        """May be called twice. Views that callers hold keep the memory until they are gone."""
+        self.unname()
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()

@@ -9,6 +9,11 @@ LOCAL_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
 
 def filesystem_type(path: str) -> str:
     """The kernel's name of the file system that holds `path` or its nearest existing parent."""
+    return mount_of(path)[1]
+
+
+def mount_of(path: str) -> tuple[str, str]:
+    """(mount point, kernel's name) of the file system that holds `path` or its nearest parent."""
     at = os.path.realpath(path)
     best, kind = "", "unknown"
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
@@ -18,4 +23,4 @@ def filesystem_type(path: str) -> str:
             inside = at == point or at.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= len(best):
                 best, kind = point, rest.split(" ", 1)[0]
-    return kind
+    return best, kind

@@ -43,6 +43,14 @@ class ReadCut(OSError):
         self.read = read
 
 
+class Memory(Protocol):
+    """Shared memory with a name, as kvfs.arena.Arena."""
+
+    path: str | None
+    size: int
+    view: memoryview
+
+
 class Backend(Protocol):
     """One shared directory. See the module docstring for the rules all methods follow."""
 
@@ -117,6 +125,25 @@ class Backend(Protocol):
 
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the file system that holds the store."""
+        ...
+
+    def chunk_bytes(self) -> int | None:
+        """The stretch of a file that should be written by one call and never again: an extent.
+
+        None where the size of a write does not matter.
+        """
+        ...
+
+    def memory_directory(self) -> str | None:
+        """Where shared memory must have its file for `lend`; None: it needs none."""
+        ...
+
+    def lend(self, memory: Memory) -> None:
+        """Tells of shared memory that reads may land in directly; until the backend is released."""
+        ...
+
+    def release(self) -> None:
+        """Gives back what the backend holds beside open files; it may be used again after."""
         ...
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from kvfs.backend.base import Buffer, OpenFile, read_into, write_all
+from kvfs.backend.base import Buffer, Memory, OpenFile, read_into, write_all
 from kvfs.filesystems import LOCAL_DISKS, filesystem_type
 
 # One call moves at most 0x7ffff000 bytes on Linux; read_into and write_all loop over the rest.
@@ -147,3 +147,15 @@ class PosixBackend:
     def free_bytes(self) -> tuple[int, int]:
         v = os.statvfs(self.root)
         return v.f_bavail * v.f_frsize, v.f_blocks * v.f_frsize
+
+    def chunk_bytes(self) -> int | None:
+        return None
+
+    def memory_directory(self) -> str | None:
+        return None
+
+    def lend(self, memory: Memory) -> None:
+        """Reads land anywhere."""
+
+    def release(self) -> None:
+        """There is nothing to give back."""

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfs.backend import Backend, OpenFile, read_into, write_all
-from kvfs.backend.base import Buffer
+from kvfs.backend.base import Buffer, Memory
 
 PAGE = 4096
 
@@ -354,6 +354,18 @@ class FaultyBackend:
     def free_bytes(self) -> tuple[int, int]:
         free: tuple[int, int] = self._call("free_bytes", "", lambda _: self.inner.free_bytes())
         return free
+
+    def chunk_bytes(self) -> int | None:
+        return self.inner.chunk_bytes()
+
+    def memory_directory(self) -> str | None:
+        return self.inner.memory_directory()
+
+    def lend(self, memory: Memory) -> None:
+        self.inner.lend(memory)
+
+    def release(self) -> None:
+        self.inner.release()
 
 
 @dataclass(slots=True)

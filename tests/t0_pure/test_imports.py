@@ -23,14 +23,14 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for layer in (
         "kvfs.errors kvfs.filesystems",
         "kvfs.chain kvfs.layout kvfs.presets kvfs.geometry",
-        "kvfs.backend kvfs.frames kvfs.record kvfs.slot_entries",
+        "kvfs.arena kvfs.backend kvfs.frames kvfs.record kvfs.slot_entries",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
         " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.lease kvfs.findings"
         " kvfs.renewal"
         " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
-        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state kvfs.arena"
+        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state"
         " kvfs.following kvfs.lag kvfs.systemd",
         "kvfs.fetcher",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",

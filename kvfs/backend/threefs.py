@@ -1,0 +1,424 @@
+"""The backend for DeepSeek's 3FS: data by USRBIO, small files by system calls on its mount.
+
+What is made by `create` is written and read through rings only, journals too: a result means that
+every replica has it, and any host's ring reads it at once, whatever lengths say. So `sync` has
+nothing to do, and `close` settles the length for those who look at it. Small files are written by
+system calls and read past the page cache, which may be 30 seconds old.
+
+Reads go directly to memory that was lent, else through the session's own. A direct read is waited
+for as long as the daemon lives, since until then it may write there; other I/O ends after
+`seconds` with ETIMEDOUT, and its memory is kept until it is done.
+
+When the daemon dies, I/O ends with ENOTCONN, and so does all on files opened before, until they are
+opened anew; rings and memory are made again at the first use after it returned. A hole reads as
+zeros, as in any file. Thread-safe; a forked child gets rings of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvfs.backend import usrbio_layout as layout
+from kvfs.backend.base import Buffer, Memory, OpenFile
+from kvfs.backend.posix import PosixBackend
+from kvfs.backend.usrbio_ring import DaemonDead, Io
+from kvfs.backend.usrbio_session import BOUNCE_BYTES, Session
+from kvfs.filesystems import mount_of
+
+IO_SECONDS = 75.0
+"""Longer than the daemon itself tries: 60 s."""
+_PIECE_BYTES = 4 << 20
+_SETTLE_SECONDS = 1.0
+_RETRY_SECONDS = 0.2
+_LOAD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """What I/O needs of an open file."""
+
+    inode: int
+    chunk: int
+    epoch: int
+    """Of the daemon it was opened with."""
+    made: bool
+
+
+class ThreefsBackend:
+    """See the module docstring."""
+
+    def __init__(
+        self, root: str, *, seconds: float = IO_SECONDS, bounce_bytes: int = BOUNCE_BYTES
+    ) -> None:
+        """root: a directory on the mount; bounce_bytes: of shared memory, in /dev/shm. Makes no
+        I/O: that 3FS is away shows at the first use."""
+        self.root = os.path.abspath(root)
+        self.seconds = seconds
+        self._bounce_bytes = bounce_bytes
+        self._posix = PosixBackend(root)
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._failed_at = float("-inf")
+        self._epoch = 0
+        self._files: dict[int, _Handle] = {}
+        self._memories: list[Memory] = []
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        weakref.finalize(self, _close_all, self._sessions)
+
+    # the session
+
+    def session(self) -> Session:
+        """The session with the daemon that serves the mount now. Raises OSError: there is none."""
+        session = self._session
+        if session is not None and session.usable:
+            return session
+        with self._lock:
+            return self._renew()
+
+    def _renew(self) -> Session:
+        old = self._session
+        if old is not None and old.pid != os.getpid():
+            old, self._session = None, None  # inherited through fork: the parent's
+        if old is not None and old.usable:
+            return old  # somebody else was faster
+        if old is not None:
+            self._session = None
+            self._epoch += old.dead
+            old.close()
+        if time.monotonic() < self._failed_at + _RETRY_SECONDS:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), self.root)
+        try:
+            self._session = self._make()
+        except OSError as e:
+            self._failed_at = time.monotonic()
+            raise OSError(errno.ENOTCONN, f"no 3FS client daemon: {e.strerror or e}") from e
+        return self._session
+
+    def _make(self) -> Session:
+        mount, kind = mount_of(self.root)
+        if kind != layout.FILE_SYSTEM:
+            raise OSError(errno.ENODEV, f"{self.root} is on {kind}, not {layout.FILE_SYSTEM}")
+        session = Session(mount, max(self._bounce_bytes, 2 * (self.chunk_bytes() or 0)))
+        self._sessions.add(session)
+        try:
+            for memory in self._memories:
+                session.lend(memory)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def probe(self) -> None:
+        """Raises OSError unless the daemon answers now."""
+        if not self.session().probe():
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), self.root)
+
+    def release(self) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+            self._memories.clear()
+        if session is not None and session.pid == os.getpid():
+            session.close()
+
+    def chunk_bytes(self) -> int | None:
+        return os.stat(self.root).st_blksize
+
+    def memory_directory(self) -> str | None:
+        return layout.SHM
+
+    def lend(self, memory: Memory) -> None:
+        session = self.session()
+        with self._lock:
+            self._memories.append(memory)
+            session.lend(memory)
+
+    # open files
+
+    def create(self, path: str) -> OpenFile:
+        epoch = self._epoch
+        return self._opened(self._posix.create(path), epoch, made=True)
+
+    def open(self, path: str) -> OpenFile:
+        epoch = self._epoch
+        return self._opened(self._posix.open(path), epoch, made=False)
+
+    def _opened(self, file: OpenFile, epoch: int, *, made: bool) -> OpenFile:
+        st = os.fstat(file.fd)
+        self._files[file.fd] = _Handle(st.st_ino, st.st_blksize, epoch, made)
+        return file
+
+    def close(self, file: OpenFile) -> None:
+        handle = self._files.pop(file.fd, None)
+        try:
+            if handle is not None and handle.made:
+                with contextlib.suppress(OSError):  # the bytes are safe; this is for lengths
+                    os.fsync(file.fd)
+        finally:
+            self._posix.close(file)
+
+    def _using(self, file: OpenFile) -> tuple[Session, _Handle]:
+        handle, session = self._files[file.fd], self.session()
+        if handle.epoch != self._epoch:
+            # Opened with a daemon that is gone: nobody knows the inode any more.
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), file.path)
+        return session, handle
+
+    # data
+
+    def readv(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+        session, handle = self._using(file)
+        views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
+        if not views:
+            return 0
+        places = session.places(views)
+        with _errors(file.path):
+            if places is not None:
+                ios = _split(places, handle.inode, offset, handle.chunk)
+                got = self._direct(session, ios)
+                return self._told(file, offset, ios, got, views)
+            return self._read_bounced(session, file, handle, views, offset)
+
+    def _direct(self, session: Session, ios: list[Io]) -> list[int]:
+        try:
+            return session.run(ios, read=True)
+        except DaemonDead:
+            # Its end is known before the last of its threads has stopped, should somebody have
+            # taken the mount from it: what it still writes must not meet the next owner's bytes.
+            time.sleep(_SETTLE_SECONDS)
+            raise
+
+    def _read_bounced(
+        self, session: Session, file: OpenFile, handle: _Handle,
+        views: Sequence[memoryview], offset: int,
+    ) -> int:  # fmt: skip
+        size = self._share(session, sum(v.nbytes for v in views), offset, handle.chunk)
+        with self._bounced(session, size) as lease:
+            place = [(session.bounce.key, lease.offset, size)]
+            ios = _split(place, handle.inode, offset, handle.chunk)
+            results = lease.run(ios, read=True)
+            memory = session.bounce.view[lease.offset : lease.offset + size]
+            got = self._told(file, offset, ios, results, [memory])
+            _scatter(memory[:got], views)
+            return got
+
+    def _told(
+        self, file: OpenFile, offset: int, ios: list[Io], results: list[int],
+        views: Sequence[memoryview],
+    ) -> int:  # fmt: skip
+        """Bytes that were read, up to the first I/O that was not whole. Raises OSError.
+
+        A hole, and a chunk shorter than what follows it in the file, read as zeros.
+        """
+        done = 0
+        for io, result in zip(ios, results, strict=True):
+            if result == io.length:
+                done += result
+                continue
+            if result > io.length:
+                raise OSError(errno.EIO, f"{result} bytes for {io.length}", file.path)
+            if result < 0 and result != -errno.ENODATA:
+                if done:
+                    break
+                raise OSError(-result, os.strerror(-result), file.path)
+            have = max(result, 0)
+            hole = min(io.length, self._length(file) - io.offset) - have
+            if hole > 0:
+                _clear(views, done + have, hole)
+            done += have + max(hole, 0)
+            if have + max(hole, 0) < io.length:
+                break
+        return done
+
+    def readv_cached(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+        return 0
+
+    def writev(self, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
+        session, handle = self._using(file)
+        views = [memoryview(b).cast("B") for b in buffers]
+        size = self._share(session, sum(v.nbytes for v in views), offset, handle.chunk)
+        if not size:
+            return 0
+        with _errors(file.path), self._bounced(session, size) as lease:
+            _gather(views, session.bounce.view[lease.offset : lease.offset + size])
+            place = [(session.bounce.key, lease.offset, size)]
+            ios = _split(place, handle.inode, offset, handle.chunk)
+            done = 0
+            for io, result in zip(ios, lease.run(ios, read=False), strict=True):
+                if result < 0 and not done:
+                    raise OSError(-result, os.strerror(-result), file.path)
+                done += max(result, 0)
+                if result != io.length:
+                    break
+            return done
+
+    def _share(self, session: Session, size: int, offset: int, chunk: int) -> int:
+        """How much of a transfer one call takes: to a chunk's end, if not all of it."""
+        most = max(chunk, min(_PIECE_BYTES, session.bounce.total // 4))
+        if size <= most:
+            return size
+        return most - (offset + most) % chunk or min(size, chunk)
+
+    @contextmanager
+    def _bounced(self, session: Session, size: int) -> Iterator[_Lease]:
+        lease = _Lease(session, session.bounce.take(size, self.seconds), self.seconds)
+        try:
+            yield lease
+        finally:
+            if lease.unfinished:
+                if session.bounce.free < session.bounce.total // 2:
+                    session.worn = True
+            else:
+                session.bounce.give(lease.offset)
+
+    def reserve(self, file: OpenFile, size: int) -> None:
+        """Room is taken as it is written."""
+
+    def write_behind(self, file: OpenFile, offset: int, length: int) -> None:
+        """What is written is durable."""
+
+    def sync(self, file: OpenFile) -> None:
+        """What is written is durable."""
+
+    def truncate(self, file: OpenFile, size: int) -> None:
+        self._posix.truncate(file, size)
+
+    # small files and directories
+
+    def size(self, path: str) -> int:
+        file = self._posix.open(path)
+        try:
+            return self._length(file)
+        finally:
+            self._posix.close(file)
+
+    def _length(self, file: OpenFile) -> int:
+        """As the servers know it, not as this host remembers it."""
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(file.fd, layout.IOCTL_FORCE_SYNC, bytes(4))
+        return os.fstat(file.fd).st_size
+
+    def load(self, path: str, limit: int) -> bytes:
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+        fd = os.open(os.path.join(self.root, path), flags)
+        data = bytearray()
+        try:
+            with mmap.mmap(-1, _LOAD_BYTES) as page, memoryview(page) as view:
+                while len(data) <= limit:
+                    n = os.preadv(fd, [view], len(data))
+                    data += view[:n]
+                    if n < _LOAD_BYTES:
+                        break
+        finally:
+            os.close(fd)
+        if len(data) > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+        return bytes(data)
+
+    def names(self, path: str) -> list[str]:
+        return [n for n in self._posix.names(path) if path or n != layout.VIRTUAL]
+
+    def unlink(self, path: str) -> None:
+        self._posix.unlink(path)
+
+    def remove_empty(self, path: str) -> bool:
+        return self._posix.remove_empty(path)
+
+    def replace(self, path: str, data: bytes) -> None:
+        self._posix.replace(path, data)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        return self._posix.put_new(path, data)
+
+    def free_bytes(self) -> tuple[int, int]:
+        return self._posix.free_bytes()
+
+
+class _Lease:
+    """A range of the session's own memory, and the I/O on it."""
+
+    def __init__(self, session: Session, offset: int, seconds: float) -> None:
+        self.session = session
+        self.offset = offset
+        self.seconds = seconds
+        self.unfinished = False
+        """Some I/O may still use the range: it is kept."""
+
+    def run(self, ios: list[Io], *, read: bool) -> list[int]:
+        with self.session.ring(read) as ring:
+            base, results = ring.run(ios, self.seconds)
+            late = [base + i for i, r in enumerate(results) if r is None]
+            if late:
+                self.unfinished = True
+                self.session.bounce.keep(self.offset, ring, late)
+        return [-errno.ETIMEDOUT if r is None else r for r in results]
+
+
+@contextmanager
+def _errors(path: str) -> Iterator[None]:
+    """What goes wrong below, as errors of a file."""
+    try:
+        yield
+    except DaemonDead as e:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path) from e
+    except TimeoutError as e:
+        if e.errno is None:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path) from e
+        raise
+    except OSError as e:
+        # An inode that the daemon does not know, though we have it open: another daemon by now.
+        if e.errno == errno.EBADF:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path) from e
+        raise
+
+
+def _split(places: list[tuple[bytes, int, int]], inode: int, offset: int, chunk: int) -> list[Io]:
+    """One I/O for each stretch that lies in one chunk and one place."""
+    ios = []
+    for key, at, length in places:
+        while length:
+            n = min(length, chunk - offset % chunk)
+            ios.append(Io(key, at, inode, offset, n))
+            at, offset, length = at + n, offset + n, length - n
+    return ios
+
+
+def _gather(views: Sequence[memoryview], into: memoryview) -> None:
+    at = 0
+    for view in views:
+        n = min(len(view), len(into) - at)
+        into[at : at + n] = view[:n]
+        at += n
+
+
+def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:
+    at = 0
+    for view in views:
+        n = min(len(view), len(data) - at)
+        view[:n] = data[at : at + n]
+        at += n
+
+
+def _clear(views: Sequence[memoryview], at: int, count: int) -> None:
+    """Zeros over `count` bytes of the views taken together, from `at` on."""
+    for view in views:
+        n = max(0, min(len(view) - at, count))
+        if n:
+            view[at : at + n] = bytes(n)
+            at, count = at + n, count - n
+        at -= len(view)
+
+
+def _close_all(sessions: weakref.WeakSet[Session]) -> None:
+    for session in list(sessions):
+        if session.pid == os.getpid():
+            session.close()
