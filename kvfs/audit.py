@@ -168,7 +168,7 @@ class SegmentAudit:
     def _record(self, at: Landing, i: int, run: Run, index: int) -> None:
         shape = at.shape
         trailer = parse(at.meta(i))
-        why = trailer if isinstance(trailer, str) else _misfit(trailer, shape, run, index)
+        why = trailer if isinstance(trailer, str) else misfit(trailer, shape, run, index)
         if why is None and isinstance(trailer, Trailer):
             why = check_payload(shape, at.payload(i), trailer)
         if why is not None:
@@ -187,7 +187,7 @@ class SegmentAudit:
             self.found.bad[run.head] = (run, i)
 
 
-def _misfit(trailer: Trailer, shape: Shape, run: Run, i: int) -> str | None:
+def misfit(trailer: Trailer, shape: Shape, run: Run, i: int) -> str | None:
     """What of a sound record is not what the index says is there."""
     if trailer.nsid != shape.nsid:
         return "foreign namespace"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfs.errors import InputError
@@ -48,36 +49,14 @@ class Catalog:
     def seed(self, backend: Backend, config: StoreConfig) -> list[str]:
         """Brings in classes and namespaces as the store's files have them; the journals may know
         more. Returns the namespace files that cannot be read."""
-        from kvfs.frames import ClassEntry, NamespaceEntry
+        from kvfs.frames import ClassEntry
 
-        entries: list[Entry] = []
-        unreadable = []
         if not self.index.classes():
-            entries += (ClassEntry(n, s) for n, s in config.classes.items())
-        known = {Identity.from_json(json.loads(t)).name for _, t in self._texts()}
-        for name in backend.names("ns"):
-            if name in known:
-                continue
-            try:
-                data = backend.load(namespace_path(name), _NAMESPACE_LIMIT)
-                identity = Identity.from_json(json.loads(data))
-            except (OSError, ValueError, InputError):
-                unreadable.append(namespace_path(name))
-                continue
-            entries.append(NamespaceEntry(identity.nsid, data.decode()))
-        if entries:
-            self._apply(entries)
-        return unreadable
+            _apply(self.index, [ClassEntry(n, s, 0) for n, s in config.classes.items()])
+        return learn_namespaces(backend, self.index)
 
     def _texts(self) -> list[tuple[int, str]]:
         return list(self.index.namespaces().values())
-
-    def _apply(self, entries: list[Entry]) -> None:
-        def apply(applier: Applier) -> None:
-            for entry in entries:
-                applier.apply(entry)
-
-        self.index.write(apply)
 
     def known(self, identity: Identity) -> bool:
         return identity.nsid in self.index.namespaces()
@@ -97,8 +76,8 @@ class Catalog:
         return DEFAULT_CLASS if DEFAULT_CLASS in classes else next(iter(classes), "")
 
     def all(self) -> list[Namespace]:
-        """All namespaces, by name."""
-        found = (self.get(Identity.from_json(json.loads(text))) for _, text in self._texts())
+        """All namespaces, by name; not those that only a newer version can read."""
+        found = (self.get(i) for _, text in self._texts() if (i := _identity(text)) is not None)
         return sorted(found, key=lambda ns: ns.name)
 
     def find(self, name: str | bytes) -> Namespace:
@@ -131,3 +110,42 @@ class Catalog:
         """Class number of the index (as in runs) -> seconds."""
         classes = self.classes()
         return {number: classes[name] for number, name in self.index.class_names().items()}
+
+
+def _identity(text: str) -> Identity | None:
+    try:
+        return Identity.from_json(json.loads(text))
+    except (ValueError, InputError):
+        return None
+
+
+def learn_namespaces(backend: Backend, index: Index) -> list[str]:
+    """Brings in the namespaces that have a file and are not in the index; returns the paths of
+    files that cannot be read. Raises OSError if they cannot be listed, IndexFault."""
+    from kvfs.frames import NamespaceEntry
+
+    entries: list[Entry] = []
+    unreadable = []
+    identities = (_identity(text) for _, text in index.namespaces().values())
+    known = {identity.name for identity in identities if identity is not None}
+    for name in backend.names("ns"):
+        if name in known:
+            continue
+        try:
+            data = backend.load(namespace_path(name), _NAMESPACE_LIMIT)
+            identity = Identity.from_json(json.loads(data))
+        except (OSError, ValueError, InputError):
+            unreadable.append(namespace_path(name))
+            continue
+        entries.append(NamespaceEntry(identity.nsid, data.decode()))
+    _apply(index, entries)
+    return unreadable
+
+
+def _apply(index: Index, entries: Sequence[Entry]) -> None:
+    def apply(applier: Applier) -> None:
+        for entry in entries:
+            applier.apply(entry)
+
+    if entries:
+        index.write(apply)

@@ -44,7 +44,7 @@ from kvfs.frames import (
 )
 from kvfs.index import Index, slots
 from kvfs.index.apply import Applier
-from kvfs.index.index import LAST
+from kvfs.index.index import ENDED, LAST
 from kvfs.index.schema import (
     CLASS,
     CLASSES,
@@ -144,7 +144,7 @@ def _write(
             at += write_all(backend, file, [chunk], at)
             chunk = bytearray()
     at += write_all(backend, file, [chunk], at)
-    marks = list(_marks(applier))
+    marks = list(_marks(backend, applier))
     text = json.dumps([m.to_json() for m in marks]).encode()
     check = xxhash.xxh3_64_intdigest(text)
     tail = _END.pack(END_MAGIC, VERSION, 0, at, len(text), check)
@@ -165,9 +165,9 @@ def _entries(applier: Applier, now_ms: int) -> Iterator[Entry]:
         yield NamespaceEntry(bytes(key[1:]), bytes(value[4:]).decode())
     classes: dict[int, str] = {}
     for key, value in scan(txn, CLASSES):
-        number, seconds = CLASS.unpack(value)
+        number, seconds, when_ms = CLASS.unpack(value)
         classes[number] = bytes(key[1:]).decode()
-        yield ClassEntry(classes[number], seconds)
+        yield ClassEntry(classes[number], seconds, when_ms)
     segments: dict[int, Segment] = {}
     for key, value in scan(txn, SEGMENTS):
         s = Segment.decode(int.from_bytes(key[1:], "big"), value)
@@ -206,11 +206,36 @@ def _entries(applier: Applier, now_ms: int) -> Iterator[Entry]:
     yield from slots.all_entries(txn, nsids)
 
 
-def _marks(applier: Applier) -> Iterator[Mark]:
+def _marks(backend: Backend, applier: Applier) -> Iterator[Mark]:
+    """How far every journal was applied; writers that are gone, and whose journals are removed,
+    are not mentioned any more."""
+    marks = []
     for key, value in scan(applier.txn, JOURNALS):
         offset, ended = JOURNAL.unpack_from(value)
         writer = bytes(value[JOURNAL.size :]).decode()
-        yield Mark(writer, bytes(key[1:13]), int.from_bytes(key[13:], "big"), offset, ended)
+        marks.append(Mark(writer, bytes(key[1:13]), int.from_bytes(key[13:], "big"), offset, ended))
+    there = set(backend.names("log"))
+    gone = {m.writer_id for m in marks if m.ended == LAST and m.writer not in there}
+    return (m for m in marks if m.writer_id not in gone)
+
+
+def written_ms(name: str) -> int:
+    """When a checkpoint was written, by its name; 0 if it is not named like one."""
+    digits = name.partition("-")[0]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def newer(backend: Backend, path: str) -> bool:
+    """Says whether a file is a checkpoint of a version that this code does not read yet."""
+    try:
+        file = backend.open(path)
+        try:
+            head = _read(backend, file, 0, 12)
+        finally:
+            backend.close(file)
+    except (OSError, FormatError):
+        return False
+    return head[:8] == MAGIC and int.from_bytes(head[8:], "little") > VERSION
 
 
 def newest(backend: Backend, store: bytes) -> Checkpoint | None:
@@ -269,13 +294,14 @@ def load(backend: Backend, applier: Applier, checkpoint: Checkpoint, store: byte
             applier.apply(entry)
     for m in checkpoint.marks:
         key = JOURNALS + m.writer_id + m.number.to_bytes(4, "big")
-        ended = m.ended or (0 if _exists(backend, m) else LAST)
+        ended = m.ended or (0 if _exists(backend, m) else ENDED)
         applier.txn.put(key, JOURNAL.pack(m.offset, ended) + m.writer.encode())
     return runs
 
 
 def _exists(backend: Backend, mark: Mark) -> bool:
-    """Says whether a journal that may go on is there; one that is not was of a killed writer."""
+    """Says whether a journal that may go on is there; one that is not was left alone for so long
+    that its writer, should it live, goes on in the next."""
     try:
         backend.size(journal_path(mark.writer, mark.number))
     except FileNotFoundError:

@@ -7,7 +7,6 @@ published into a dropped segment would be lost to a caller who was told "stored"
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -91,7 +90,7 @@ class Expiry:
             doomed = self._judge(segment, marked, waiting)
             if doomed is None:
                 continue
-            if self._quiet(segment):
+            if self.quiet(segment):
                 marked.doomed.append(doomed)
             else:
                 marked.being_written += 1
@@ -110,16 +109,16 @@ class Expiry:
         segment = applier.segment(doomed.number)
         if segment is None or segment.state != LIVE or segment.number in waiting:
             return False
-        return all(r.expires_ms <= self._limit(segment) for r in applier.runs_of(segment.number))
+        return all(r.expires_ms <= self.limit(segment) for r in applier.runs_of(segment.number))
 
-    def _limit(self, segment: Segment) -> int:
+    def limit(self, segment: Segment) -> int:
         """What expired by this time may go."""
         return self.now_ms - min(SETTLE_MS, segment.ttl_seconds * 1000 // _SETTLE_SHARE)
 
     def _judge(self, segment: Segment, marked: Marked, waiting: set[int]) -> Doomed | None:
         runs = self.store.index.runs_of(segment.number)
         marked.newest_ms = max([marked.newest_ms, *(r.written_ms for r in runs)])
-        limit = self._limit(segment)
+        limit = self.limit(segment)
         if segment.number in waiting or any(r.expires_ms > limit for r in runs):
             return None
         reason = "expired" if runs else self._why_empty(segment, limit)
@@ -143,22 +142,22 @@ class Expiry:
         cuts = self.store.index.query(lambda a: _cuts_of(a, segment.segment))
         if not cuts:
             return None
-        runs = self._published(segment)
+        runs = self.published(segment)
         if runs and all(_cut_whole(run, cuts) or run.expires_ms <= limit for run in runs):
             return "removed"
         return None
 
-    def _published(self, segment: Segment) -> Iterable[RunEntry]:
-        """The runs that a segment was written with, as its file tells."""
+    def published(self, segment: Segment) -> list[RunEntry]:
+        """The runs that a segment was written with, as its file tells, if it can be read."""
         try:
             scan = scan_segment(
                 self.store.backend, segment.path, self.store.uuid, self._shapes.get, payloads=False
             )
         except (OSError, FormatError):
-            return ()
+            return []
         return scan.runs
 
-    def _quiet(self, segment: Segment) -> bool:
+    def quiet(self, segment: Segment) -> bool:
         """No run can come into the segment any more."""
         if self.ended(segment.segment) or segment.created_ms + QUIET_MS <= self.now_ms:
             return True

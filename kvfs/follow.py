@@ -4,6 +4,10 @@ The entries of all journals are merged by their time, so that a rebuilt index te
 as one that followed along. Each batch is one transaction together with the offsets it reached: a
 follower that is killed goes on where it was, and applying something twice changes nothing.
 
+A journal may tell of what another one brought in: a run is renewed that a third host stored. What
+was read of some journals and refers to something unknown here therefore waits until all of them
+have been read, and a namespace that no journal has told of yet is taken from its file.
+
 Blocking; reads the shared storage. Several processes of a host may do it at once.
 """
 
@@ -15,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfs.backend import Backend
+from kvfs.catalog import learn_namespaces
 from kvfs.errors import FormatError
 from kvfs.frames import (
-    ClassEntry,
+    HEAD,
+    MAX_BODY,
     CutEntry,
     DropEntry,
     Entry,
@@ -30,30 +36,17 @@ from kvfs.frames import (
 )
 from kvfs.index import Index, apply_journal
 from kvfs.index.apply import Applier
-from kvfs.index.index import FIRST_FRAME, LAST, JournalState
+from kvfs.index.index import ENDED, FIRST_FRAME, LAST, JournalState
 from kvfs.journal import JournalReader
 from kvfs.segment import WRITER_BYTES
 
 BATCH = 2000
-_READ = 1 << 20
-_READ_LIMIT = 128 << 20  # above the largest frame
+_READ, _READ_LEAST = 1 << 20, 1 << 16
+_READ_TOGETHER = 256 << 20
+"""Bytes of journals in memory, roughly, however many are read at once."""
 
 Progress = Callable[[int], None]
 """Called with the number of entries applied since the last call."""
-
-
-@dataclass(slots=True)
-class Followed:
-    """What one turn of following did."""
-
-    entries: int = 0
-    journals: int = 0
-    problems: list[str] = field(default_factory=list)
-    """Journals that could not be read to their end, and why."""
-    missing: list[JournalState] = field(default_factory=list)
-    """Journals that were removed before this index had read them to their end."""
-    progressed: set[str] = field(default_factory=set)
-    """Writers that had something new."""
 
 
 @dataclass(slots=True)
@@ -68,6 +61,39 @@ class _Step:
     entry: Entry | None
     created_ms: int
     """When its journal was begun."""
+
+
+@dataclass(slots=True)
+class Followed:
+    """What one turn of following did."""
+
+    entries: int = 0
+    journals: int = 0
+    problems: list[str] = field(default_factory=list)
+    """Journals that could not be read to their end, and why."""
+    unreachable: int = 0
+    """How many of those may be readable another time: the storage failed, not the journal."""
+    cut_off: bool = False
+    """There may be more: the turn ended because it had applied enough."""
+    missing: list[JournalState] = field(default_factory=list)
+    """Journals that were removed before this index had read them to their end."""
+    progressed: set[str] = field(default_factory=set)
+    """Writers that had something new."""
+    ended: set[str] = field(default_factory=set)
+    """Writers that were read to their very end just now."""
+
+    @property
+    def complete(self) -> bool:
+        """Everything that can be read was read."""
+        return not (self.cut_off or self.unreachable or self.missing)
+
+    def note(self, applied: list[_Step]) -> None:
+        """Counts what was applied."""
+        self.entries += len(applied)
+        for step in applied:
+            self.progressed.add(step.writer)
+            if isinstance(step.entry, SealEntry) and step.entry.last:
+                self.ended.add(step.writer)
 
 
 class Follower:
@@ -85,20 +111,83 @@ class Follower:
         """Applies all that the journals hold now and the index has not.
 
         writers: names of those to look at, None: all; most: stop after about so many entries.
-        Raises IndexFault; what is wrong with a journal is reported in the result and does not stop
-        the others.
+        Raises IndexFault, and OSError if `log` cannot be listed; what is wrong with a journal is
+        reported in the result and does not stop the others.
         """
         result = Followed()
-        steps = self._steps(self.index.journals(), writers, result)
+        everyone = self.backend.names("log") if writers is None else writers
+        ids = {name: i for name in everyone if (i := writer_id_of(name)) is not None}
+        steps = self._steps(self.index.last_journals(ids.values()), ids, result)
+        held: set[str] = set()
         for batch in _batches(steps, BATCH):
+            if self._ahead(batch) and writers is not None:
+                return self._all_together(result, progress, most)
+            batch = self._without_strangers(batch, held, result)
             self.index.write(lambda a, batch=batch: _apply(a, batch))  # type: ignore[misc]
-            result.entries += len(batch)
-            result.progressed |= {step.writer for step in batch}
+            result.note(batch)
             if progress is not None:
                 progress(len(batch))
             if most and result.entries >= most:
+                result.cut_off = True
                 break
         return result
+
+    def _all_together(self, so_far: Followed, progress: Progress | None, most: int) -> Followed:
+        """Goes on with all writers: what one of them tells is of something another one made."""
+        result = self.catch_up(progress=progress, most=most)
+        result.entries += so_far.entries
+        result.progressed |= so_far.progressed
+        result.ended |= so_far.ended
+        return result
+
+    def _ahead(self, batch: list[_Step]) -> bool:
+        """Says whether a batch renews runs that are unknown here."""
+        renewed = {(e.nsid, e.head) for s in batch if isinstance(e := s.entry, RenewEntry)}
+
+        def look(applier: Applier) -> bool:
+            return all(
+                (number := applier.namespace(nsid)) is not None and applier.run(number, head)
+                for nsid, head in renewed
+            )
+
+        return bool(renewed) and not self.index.query(look)
+
+    def _without_strangers(
+        self, batch: list[_Step], held: set[str], result: Followed
+    ) -> list[_Step]:
+        """A batch without what follows, in its journal, a segment of an unknown namespace.
+
+        A namespace is learned from its file, which is made before anything else of it and never
+        changes; where even that does not show yet, the writers in `held` are read on another time.
+        """
+        strange = self._strange(batch)
+        if strange:
+            learn_namespaces(self.backend, self.index)
+            strange = self._strange(batch)
+        if not strange and not held:
+            return batch
+        kept = []
+        for step in batch:
+            entry = step.entry
+            if isinstance(entry, NamespaceEntry):
+                strange.discard(entry.nsid)
+            elif isinstance(entry, SegmentEntry) and entry.nsid in strange:
+                if step.writer not in held:
+                    result.unreachable += 1
+                    result.problems.append(
+                        f"log/{step.writer}: of namespace {entry.nsid.hex()}, unknown here"
+                    )
+                held.add(step.writer)
+            if step.writer not in held:
+                kept.append(step)
+        return kept
+
+    def _strange(self, batch: list[_Step]) -> set[bytes]:
+        """Ids of namespaces that segments are of and that are unknown here."""
+        ids = {e.nsid for s in batch if isinstance(e := s.entry, SegmentEntry)}
+        if not ids:
+            return ids
+        return self.index.query(lambda a: {n for n in ids if a.namespace(n) is None})
 
     def replay(
         self, applier: Applier, progress: Progress | None = None,
@@ -109,8 +198,13 @@ class Follower:
         since: how far some are applied in it already.
         """
         result = Followed()
-        states = {(s.writer_id, s.number): s for s in since}
-        for batch in _batches(self._steps(states, None, result), BATCH):
+        last: dict[bytes, JournalState] = {}
+        for state in since:
+            if state.writer_id not in last or state.number > last[state.writer_id].number:
+                last[state.writer_id] = state
+        names = self.backend.names("log")
+        ids = {name: i for name in names if (i := writer_id_of(name)) is not None}
+        for batch in _batches(self._steps(last, ids, result), BATCH):
             _apply(applier, batch)
             result.entries += len(batch)
             if progress is not None:
@@ -118,45 +212,45 @@ class Follower:
         return result
 
     def _steps(
-        self, states: dict[tuple[bytes, int], JournalState], writers: Sequence[str] | None,
-        result: Followed,
-    ) -> Iterator[_Step]:  # fmt: skip
-        """The new entries of all journals, merged by time."""
-        last: dict[bytes, JournalState] = {}
-        for (writer_id, number), state in states.items():
-            if writer_id not in last or number > last[writer_id].number:
-                last[writer_id] = state
+        self, last: dict[bytes, JournalState], writers: dict[str, bytes], result: Followed
+    ) -> Iterator[_Step]:
+        """The new entries of these writers (name -> id), merged by time; last: where each is."""
+        reading = max(_READ_LEAST, min(_READ, _READ_TOGETHER // max(1, len(writers))))
         streams = []
-        for writer in self.backend.names("log") if writers is None else writers:
-            known = writer_id_of(writer)
-            if known is None:
-                continue
-            reached = last.get(known)
-            if reached is None or reached.ended != LAST:
+        for writer, writer_id in writers.items():
+            state = last.get(writer_id)
+            if state is None or state.ended != LAST:
                 result.journals += 1
-                streams.append(self._writer(writer, known, reached, result))
+                streams.append(self._writer(writer, writer_id, state, result, reading))
         merged = heapq.merge(*(_timed(s, i) for i, s in enumerate(streams)))
         return (step for _, _, _, step in merged)
 
     def _writer(
-        self, writer: str, writer_id: bytes, state: JournalState | None, result: Followed
-    ) -> Iterator[_Step]:
+        self, writer: str, writer_id: bytes, state: JournalState | None, result: Followed,
+        reading: int,
+    ) -> Iterator[_Step]:  # fmt: skip
         """One writer's new entries, over all its journals."""
-        number = 0 if state is None else state.number
-        offset = FIRST_FRAME if state is None else max(state.offset, FIRST_FRAME)
+        number, offset = 0, FIRST_FRAME
+        if state is not None and state.ended == ENDED:
+            number, state = state.number + 1, None
+        elif state is not None:
+            number, offset = state.number, max(state.offset, FIRST_FRAME)
         while True:
             reader = JournalReader(self.backend, writer, number, self.store)
             try:
-                for step in self._journal(reader, writer, writer_id, offset):
+                for step in self._journal(reader, writer, writer_id, offset, reading):
                     yield step
                     offset = step.end
+                    if isinstance(step.entry, SealEntry) and step.entry.last:
+                        return
                 if not self._goes_on(writer, number + 1, offset):
                     return
             except FileNotFoundError:
-                if state is not None and not state.ended:  # else it is only not there yet
+                if state is not None:  # else it is only not there yet
                     result.missing.append(state)
                 return
             except (OSError, FormatError) as e:
+                result.unreachable += isinstance(e, OSError)
                 result.problems.append(f"{reader.path}: {e}")
                 return
             number, offset, state = number + 1, FIRST_FRAME, None
@@ -172,9 +266,9 @@ class Follower:
         return following.header is not None and following.header.before <= offset
 
     def _journal(
-        self, reader: JournalReader, writer: str, writer_id: bytes, offset: int
+        self, reader: JournalReader, writer: str, writer_id: bytes, offset: int, reading: int
     ) -> Iterator[_Step]:
-        limit = _READ
+        limit = reading
         while True:
             data = reader.read(offset, limit)
             before = offset
@@ -185,10 +279,18 @@ class Follower:
                 offset = end
             if len(data) < limit:
                 return
-            if offset == before:  # a frame larger than what was read, or a damaged one
-                if limit >= _READ_LIMIT:
-                    return
-                limit *= 4
+            limit = reading
+            if offset == before:
+                limit = _frame_bytes(data)
+                if limit <= len(data):
+                    return  # the whole frame is here, and not sound
+
+def _frame_bytes(data: bytes) -> int:
+    """Length of the frame that begins data, by its head; 0 if that cannot be right."""
+    if len(data) < HEAD.size:
+        return HEAD.size
+    body = int(HEAD.unpack_from(data)[0])
+    return 0 if body > MAX_BODY else HEAD.size + body + -body % 8
 
 
 def _timed(
@@ -207,7 +309,7 @@ def entry_ms(entry: Entry | None) -> int | None:
         return entry.written_ms
     if isinstance(entry, SegmentEntry):
         return entry.created_ms
-    if entry is None or isinstance(entry, NamespaceEntry | ClassEntry):
+    if entry is None or isinstance(entry, NamespaceEntry):
         return None
     return entry.when_ms
 

@@ -3,7 +3,8 @@
 Writers that had news are asked again after `interval` (200 ms by default), idle ones less and less
 often, and all of them together no more than a fixed number of times a second, however many writers
 came and went. A turn applies a bounded number of entries, so that checks of this host never wait
-long behind it. What a removed journal held is taken from the newest checkpoint.
+long behind it. What a removed journal held is taken from the newest checkpoint. An index that was
+deleted meanwhile is begun anew.
 
 The thread only uses the store's public methods; a fault in one turn is logged and the next turn
 tries again.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvfs.errors import KvfsError
 from kvfs.follow import Followed, Follower, writer_id_of
-from kvfs.history import adopt
+from kvfs.history import adopt, note_followed, tidy
 from kvfs.index.index import LAST
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ IDLE_SECONDS = 0.5
 POLLS_PER_SECOND = 1000
 """Looks at journals, all writers together."""
 TURN_ENTRIES = 20_000
+ALL_SECONDS = 10.0
+"""Between turns that look at every writer, so that the index can note that it has read them all."""
+TIDY_SECONDS = 3600.0
+_LISTING_SHARE = 0.05  # of the time goes into listing writers, at most
 
 
 @dataclass(slots=True)
@@ -54,7 +59,9 @@ class Following:
         self.problems: list[str] = []
         """Of the last turn."""
         self._paces: dict[str, _Pace] = {}
-        self._listed = 0.0
+        self._over: set[str] = set()
+        """Writers that ended and were read to the end."""
+        self._list_due = self._all_due = self._tidy_due = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvfs-follow", daemon=True)
 
@@ -83,44 +90,87 @@ class Following:
             self._stopped.wait(self._until_due())
 
     def turn(self) -> Followed:
-        """One turn, on the caller's thread: looks at the writers that are due."""
-        if not self.turns:
-            adopt(self.store.backend, self.store.index, self.store.uuid)
-        now = time.monotonic()
-        if now - self._listed >= self.interval:
+        """One turn, on the caller's thread: looks at the writers that are due.
+
+        Raises KvfsError, OSError.
+        """
+        store, now, begun = self.store, time.monotonic(), self.store.now_ms()
+        if store.index.revive() or not self.turns:
+            self._paces.clear()
+            self._over.clear()
+            self._list_due = 0.0
+            adopt(store.backend, store.index, store.uuid, begun)
+        everyone = now >= self._all_due
+        if now >= self._list_due or everyone:
             self._list(now)
-        due = [writer for writer, pace in self._paces.items() if pace.due <= now]
-        follower = Follower(self.store.backend, self.store.index, self.store.uuid)
-        result = follower.catch_up(due, most=TURN_ENTRIES)
-        if result.missing:
-            self.store.catch_up()  # which starts from a checkpoint where journals are gone
-        self.store.close_idle()
+        due = [writer for writer, pace in self._paces.items() if everyone or pace.due <= now]
+        result = Follower(store.backend, store.index, store.uuid).catch_up(due, most=TURN_ENTRIES)
+        problems = self._missing(result, begun)
         self._set_paces(due, result, now)
+        if everyone and result.complete:
+            self._note_all(now, begun)
         self.turns += 1
         self.entries += result.entries
-        self.problems = result.problems
+        self.problems = result.problems + problems
         return result
+
+    def _missing(self, result: Followed, begun: int) -> list[str]:
+        """Journals are gone that were not read to their end: begins with the newest checkpoint."""
+        if not result.missing:
+            return []
+        store = self.store
+        if adopt(store.backend, store.index, store.uuid, begun, missing=result.missing):
+            self._over.clear()
+            self._list_due = 0.0
+        return [f"{s.writer}/{s.number}: removed before it was read" for s in result.missing]
+
+    def _note_all(self, now: float, begun: int) -> None:
+        self._all_due = now + ALL_SECONDS
+        note_followed(self.store.index, begun)
+        if now >= self._tidy_due:
+            self._tidy_due = now + TIDY_SECONDS
+            tidy(self.store.backend, self.store.index, self.store.uuid)
 
     def _list(self, now: float) -> None:
         """Learns of new writers, and lets go of those that ended."""
-        self._listed = now
-        ended = {k[0] for k, s in self.store.index.journals().items() if s.ended == LAST}
+        started = time.monotonic()
         names = self.store.backend.names("log")
-        for writer in names:
-            if writer_id_of(writer) in ended:
-                self._paces.pop(writer, None)
-            elif writer not in self._paces and writer_id_of(writer) is not None:
+        new = {
+            name: writer_id
+            for name in names
+            if name not in self._paces
+            and name not in self._over
+            and (writer_id := writer_id_of(name)) is not None
+        }
+        known = self.store.index.last_journals(new.values())
+        for writer, writer_id in new.items():
+            state = known.get(writer_id)
+            if state is not None and state.ended == LAST:
+                self._over.add(writer)
+            else:
                 self._paces[writer] = _Pace(now, self.interval)
-        for writer in self._paces.keys() - set(names):
+        there = set(names)
+        self._over &= there
+        for writer in self._paces.keys() - there:
             del self._paces[writer]
+        took = time.monotonic() - started
+        self._list_due = now + max(self.interval, took / _LISTING_SHARE)
 
     def _set_paces(self, due: list[str], result: Followed, now: float) -> None:
         longest = max(IDLE_SECONDS, len(self._paces) / POLLS_PER_SECOND)
+        if result.cut_off:
+            return  # all of them are still due
         for writer in due:
             pace = self._paces[writer]
-            news = writer in result.progressed
-            pace.pause = self.interval if news else min(pace.pause * 1.5, longest)
-            pace.due = now if news else now + pace.pause
+            if writer in result.ended:
+                del self._paces[writer]
+                self._over.add(writer)
+                continue
+            if writer in result.progressed:
+                pace.pause = self.interval
+            else:
+                pace.pause = min(pace.pause * 1.5, longest)
+            pace.due = now + pace.pause
 
     def _until_due(self) -> float:
         """Seconds until the next look, at least a tenth of the interval."""

@@ -12,7 +12,7 @@ A frame is 16 bytes of head and a body, padded with zeros to a multiple of 8; li
 Bodies (strings are a u16 length and UTF-8; hashes 16 bytes; times are milliseconds since 1970):
 
   1 NAMESPACE  nsid 16, json string (u32 length)
-  2 CLASS      name string, seconds u64
+  2 CLASS      name string, seconds u64, when u64; of two definitions the later one counts
   3 SEGMENT    segment id 16, nsid 16, stride u32, extent u64, first u64, created u64,
                ttl seconds u64, class string, path string
   4 RUN        nsid 16, segment id 16, slot u32, block u32, written u64, expires u64, parent 16,
@@ -85,9 +85,10 @@ class ClassEntry:
 
     name: str
     seconds: int
+    when_ms: int
 
     def body(self) -> bytes:
-        return _string(self.name) + struct.pack("<Q", self.seconds)
+        return _string(self.name) + struct.pack("<QQ", self.seconds, self.when_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,7 @@ def _namespace(body: memoryview) -> NamespaceEntry:
 
 def _class(body: memoryview) -> ClassEntry:
     name, at = _take_string(body, 0)
-    return ClassEntry(name, struct.unpack_from("<Q", body, at)[0])
+    return ClassEntry(name, *struct.unpack_from("<QQ", body, at))
 
 
 def _segment(body: memoryview) -> SegmentEntry:

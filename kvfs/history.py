@@ -1,7 +1,12 @@
 """Which journals are still needed: a new host starts from a checkpoint, old journals are removed.
 
-The index notes the newest checkpoint it has considered, so that looking costs one directory listing
-where there is nothing new. Blocking; reads and changes the shared storage.
+The rule that keeps hosts from missing anything: a journal is removed only when the oldest
+checkpoint there is covers it, and that one is older than the time hosts may be away. So an index
+that has read all journals at some time since the oldest checkpoint was written has read every
+journal that is gone; any other begins anew with the newest checkpoint. When that was, the index
+notes itself.
+
+Blocking; reads and changes the shared storage.
 """
 
 from __future__ import annotations
@@ -9,44 +14,81 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfs.backend import Backend
-from kvfs.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newest
+from kvfs.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
 from kvfs.index import Index
 from kvfs.index.apply import Applier
-from kvfs.index.index import LAST, JournalState
-from kvfs.index.schema import JOURNAL, JOURNALS, META
-from kvfs.journal import journal_path
+from kvfs.index.index import ENDED, LAST, JournalState
+from kvfs.index.schema import JOURNAL, JOURNALS, META, U64
+from kvfs.journal import IDLE_SECONDS, journal_path
 
-_CONSIDERED = META + b"checkpoint"  # name of the newest checkpoint this index knows of
+_FOLLOWED, _ADOPTED = "followed_ms", b"adopted"
+CLOCKS_MS = 60_000
+"""Clocks of hosts are taken to differ by less."""
+_AHEAD_MS = 3_600_000  # a note from further ahead was made by a clock that was wrong
+DEAD_MS = 2 * IDLE_SECONDS * 1000
+"""A journal that has not grown for so long is over: its writer would go on in another one."""
+
+
+def followed_ms(index: Index) -> int:
+    """When this index had last read all journals, 0: never."""
+    return index.query(lambda a: a.meta_int(_FOLLOWED))
+
+
+def note_followed(index: Index, begun_ms: int) -> None:
+    """Notes that all journals were read as they were at some time, if not lately noted."""
+    if abs(begun_ms - followed_ms(index)) >= CLOCKS_MS // 2:
+        index.write(lambda a: _put_followed(a, begun_ms))
+
+
+def _put_followed(applier: Applier, ms: int) -> None:
+    applier.txn.put(META + _FOLLOWED.encode(), U64.pack(max(0, ms)))
 
 
 def adopt(
-    backend: Backend, index: Index, store: bytes, *, missing: Sequence[JournalState] = ()
-) -> Checkpoint | None:
+    backend: Backend, index: Index, store: bytes, now_ms: int, *,
+    missing: Sequence[JournalState] = (),
+) -> Checkpoint | None:  # fmt: skip
     """Loads the newest checkpoint if this index cannot get there by journals alone.
 
-    That is so if the index is new, if journals it has not read to their end are `missing`, or if
-    the checkpoint covers journals that came and went unseen. Returns what was loaded, or None.
-    Raises FormatError, OSError, IndexFault.
+    That is so if it has not read all journals since the oldest checkpoint was written, or if
+    journals it has not read to their end are `missing`. Returns what was loaded, or None. Raises
+    FormatError, OSError, IndexFault.
     """
     names = backend.names(DIRECTORY)
-    if not names:
+    if not names or not (missing or _away(index, written_ms(names[-1]), now_ms)):
         return None
-    known = index.query(lambda a: bytes(a.txn.get(_CONSIDERED) or b"")).decode()
-    if names[-1] == known and not missing:
+    whole = list(all_whole(backend, store))
+    if not whole:
         return None
-    checkpoint = newest(backend, store)
-    if checkpoint is None or not (
-        _behind(index, checkpoint, missing) or _unseen(backend, index, checkpoint)
-    ):
-        index.write(lambda a: a.txn.put(_CONSIDERED, names[-1].encode()))
+    newest = whole[-1]
+    if _adopted(index) == newest.path and not missing:
+        return None
+    if not (_away(index, whole[0].created_ms, now_ms) or _behind(index, newest, missing)):
         return None
 
     def work(applier: Applier) -> None:
-        load(backend, applier, checkpoint, store)
-        applier.txn.put(_CONSIDERED, names[-1].encode())
+        load(backend, applier, newest, store)
+        # Nothing it covers can be missed any more; what came later is still in the journals.
+        _put_followed(applier, newest.created_ms + CLOCKS_MS)
+        applier.txn.put(META + _ADOPTED, newest.path.encode())
 
     index.write(work)
-    return checkpoint
+    return newest
+
+
+def _adopted(index: Index) -> str:
+    """Path of the checkpoint that this index began with, if any."""
+    return index.query(lambda a: bytes(a.txn.get(META + _ADOPTED) or b"")).decode()
+
+
+def _away(index: Index, written: int, now_ms: int) -> bool:
+    """Says whether journals may have come and gone unseen, if those that are covered by a
+    checkpoint of this time may be removed."""
+    last = followed_ms(index)
+    if not last or last > now_ms + _AHEAD_MS:
+        return True
+    # Nothing is removed for the sake of a checkpoint that is younger than DEAD_MS.
+    return last < written + CLOCKS_MS and written < now_ms - DEAD_MS // 2
 
 
 def lost(backend: Backend, index: Index) -> bool:
@@ -65,7 +107,7 @@ def _has_known_segments(applier: Applier) -> bool:
 
 def _behind(index: Index, checkpoint: Checkpoint, missing: Sequence[JournalState]) -> bool:
     """Says whether missing journals held something this index has not read; notes the others as
-    over, since their writers were killed and their files removed."""
+    ended, since nothing was added to them for so long that they were removed."""
     marks = {(m.writer_id, m.number): m for m in checkpoint.marks}
     over = []
     for s in missing:
@@ -76,60 +118,80 @@ def _behind(index: Index, checkpoint: Checkpoint, missing: Sequence[JournalState
     def note(applier: Applier) -> None:
         for s in over:
             key = JOURNALS + s.writer_id + s.number.to_bytes(4, "big")
-            applier.txn.put(key, JOURNAL.pack(s.offset, LAST) + s.writer.encode())
+            applier.txn.put(key, JOURNAL.pack(s.offset, ENDED) + s.writer.encode())
 
     if over:
         index.write(note)
     return len(over) < len(missing)
 
 
-def _unseen(backend: Backend, index: Index, checkpoint: Checkpoint) -> bool:
-    """Says whether a checkpoint tells of journals that this index can no longer read."""
-    states = index.journals()
-    if not states:
-        return True
-    there = set(backend.names("log"))
-    return any(
-        m.writer not in there and (m.writer_id, m.number) not in states for m in checkpoint.marks
-    )
-
-
 def prune(backend: Backend, store: bytes, now_ms: int, keep_ms: int, dead_ms: int) -> list[str]:
     """Removes journals that nobody needs any more, and old checkpoints; returns their paths.
 
-    A journal goes once a checkpoint older than keep_ms covers it to its end, so that every host
-    that followed in that time has read it. Its end is its seal, or that it has not grown for
-    dead_ms: its writer was killed. The two newest checkpoints stay, and one older than keep_ms.
+    keep_ms: how long a host may be away and then go on where it was, DEAD_MS at least. A journal
+    goes once a checkpoint older than that covers it to its end, which is its seal, or that it has
+    not grown for dead_ms (between DEAD_MS and keep_ms): its writer was killed. The two newest
+    checkpoints stay, and the newest that is old enough. Raises OSError.
     """
+    keep_ms = max(keep_ms, DEAD_MS)
+    dead_ms = min(max(dead_ms, DEAD_MS), keep_ms)
     whole = list(all_whole(backend, store))
     old = [c for c in whole if c.created_ms <= now_ms - keep_ms]
     if not old:
         return []
-    base = old[-1]
-    removed = [path for m in base.marks for path in _remove(backend, m, base, whole, dead_ms)]
-    for checkpoint in whole[:-2]:
-        if checkpoint.created_ms < base.created_ms:
-            backend.unlink(checkpoint.path)
-            removed.append(checkpoint.path)
+    first = min(len(old) - 1, max(0, len(whole) - 2))
+    kept, base = whole[first:], whole[first]
+    # Checkpoints first: what is older than `base`, whole or not, must not speak for a journal.
+    older = [n for n in backend.names(DIRECTORY) if written_ms(n) < base.created_ms]
+    removed = [path for name in older if not newer(backend, path := f"{DIRECTORY}/{name}")]
+    for path in removed:
+        backend.unlink(path)
+    there = set(backend.names("log"))
+    for mark in base.marks:
+        over = mark.ended or _dead(mark, base, kept[-1], dead_ms)
+        if over and mark.writer in there and _remove(backend, mark):
+            removed.append(journal_path(mark.writer, mark.number))
     return removed
 
 
-def _remove(
-    backend: Backend, mark: Mark, base: Checkpoint, whole: list[Checkpoint], dead_ms: int
-) -> list[str]:
-    """Removes a journal that `base` covers if it is over."""
+def _dead(mark: Mark, base: Checkpoint, newest: Checkpoint, dead_ms: int) -> bool:
+    """Unchanged from one checkpoint to another that was written so much later."""
+    return newest.created_ms - base.created_ms >= dead_ms and mark in newest.marks
+
+
+def _remove(backend: Backend, mark: Mark) -> bool:
+    """Removes a journal that is over and covered, and its writer's directory if that was the last.
+
+    Says whether it was there.
+    """
     path = journal_path(mark.writer, mark.number)
-    if not mark.ended:
-        # Unchanged from one checkpoint to another at least dead_ms apart. A living writer does not
-        # append to a journal that it has left alone for so long: see journal.IDLE_SECONDS.
-        newest_ = whole[-1]
-        if newest_.created_ms - base.created_ms < dead_ms or mark not in newest_.marks:
-            return []
     try:
-        if backend.size(path) > mark.offset and mark.ended:
-            return []
+        size, found = backend.size(path), True
     except FileNotFoundError:
-        return []
+        size, found = 0, False
+    if mark.ended and size > mark.offset:
+        return False  # there is more behind its seal than its writer can have put there
     backend.unlink(path)
     backend.remove_empty(f"log/{mark.writer}")
-    return [path]
+    return found
+
+
+def tidy(backend: Backend, index: Index, store: bytes) -> int:
+    """Forgets writers that are gone, whose journals are removed and which no checkpoint mentions
+    any more: a store sees thousands of them. Returns the number of journals forgotten."""
+    whole = list(all_whole(backend, store))
+    if not whole:
+        return 0
+    mentioned = {m.writer_id for c in whole for m in c.marks}
+    there = set(backend.names("log"))
+    states = index.journals().values()
+    last = {s.writer_id for s in states if s.ended == LAST and s.writer not in there}
+    gone = [s for s in states if s.writer_id in last and s.writer_id not in mentioned]
+
+    def forget(applier: Applier) -> None:
+        for s in gone:
+            applier.txn.delete(JOURNALS + s.writer_id + s.number.to_bytes(4, "big"))
+
+    if gone:
+        index.write(forget)
+    return len(gone)

@@ -152,7 +152,7 @@ class _Rebuild:
         self.backend = store.backend
         self.progress = progress
         self._catalog: list[Entry] = [
-            ClassEntry(name, seconds) for name, seconds in store.config.classes.items()
+            ClassEntry(name, seconds, 0) for name, seconds in store.config.classes.items()
         ]
         self._skipped: list[str] = []
         for identity, text, path in namespace_files(self.backend):

@@ -31,7 +31,7 @@ from kvfs.errors import BackendError, ConfigError, FormatError, InputError, Kvfs
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow import Followed, Follower, Progress
 from kvfs.frames import ClassEntry, NamespaceEntry
-from kvfs.history import adopt, lost
+from kvfs.history import adopt, lost, note_followed
 from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES
@@ -177,7 +177,7 @@ class Store(LocalStore):
     def define_class(self, name: str, seconds: int) -> None:
         """Defines or changes a TTL class, for what is stored or renewed from now on."""
         check_class(name, seconds)
-        self.writer().publish([], [ClassEntry(name, seconds)])
+        self.writer().publish([], [ClassEntry(name, seconds, self.now_ms())])
 
     # the other questions, and put
 
@@ -354,16 +354,20 @@ class Store(LocalStore):
         BackendError, IndexFault.
         """
         follower = Follower(self.backend, self.index, self.uuid)
+        begun = self.now_ms()
         try:
-            adopt(self.backend, self.index, self.uuid)
+            adopt(self.backend, self.index, self.uuid, begun)
             followed = follower.catch_up(progress=progress)
             if followed.missing and adopt(
-                self.backend, self.index, self.uuid, missing=followed.missing
+                self.backend, self.index, self.uuid, begun, missing=followed.missing
             ):
                 followed = follower.catch_up(progress=progress)
         except FormatError as e:
             raise BackendError(f"{self.path}: {e}") from e
-        self.close_idle()
+        except OSError as e:
+            raise BackendError(f"{self.path}: {e.strerror or e}") from e
+        if followed.complete:
+            note_followed(self.index, begun)
         return followed
 
     def close_idle(self) -> None:

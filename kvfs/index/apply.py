@@ -129,12 +129,15 @@ class Applier:
         if value is not None:
             return int(CLASS.unpack(value)[0])
         number = self._next("last_class")
-        self.txn.put(CLASSES + name.encode(), CLASS.pack(number, seconds))
+        self.txn.put(CLASSES + name.encode(), CLASS.pack(number, seconds, 0))
         return number
 
     def apply_class(self, entry: ClassEntry) -> None:
         number = self.class_id(entry.name, entry.seconds)
-        self.txn.put(CLASSES + entry.name.encode(), CLASS.pack(number, entry.seconds))
+        key = CLASSES + entry.name.encode()
+        # The later definition counts, on every host, in whatever order the journals come in.
+        if entry.when_ms >= CLASS.unpack(self.txn.get(key))[2]:
+            self.txn.put(key, CLASS.pack(number, entry.seconds, entry.when_ms))
 
     def segment_number(self, segment: bytes) -> int | None:
         value = self.txn.get(SEGIDS + segment)
@@ -240,6 +243,11 @@ class Applier:
                 kept = max(0, slot - first)
         return kept
 
+    def is_cut(self, segment: bytes, slot: int) -> bool:
+        """A record was taken out of sight, or moved."""
+        moved = next(moves.away(self, segment, slot, 1), None)
+        return moved is not None or self._uncut(segment, slot, 1) == 0
+
     def apply_move(self, entry: MoveEntry) -> None:
         run = entry.run
         ns = self.namespace(run.nsid)
@@ -294,7 +302,7 @@ class Applier:
 
     def _class_seconds(self, class_id: int) -> int:
         rows = (CLASS.unpack(value) for _, value in scan(self.txn, CLASSES))
-        return next((seconds for number, seconds in rows if number == class_id), 0)
+        return next((seconds for number, seconds, _ in rows if number == class_id), 0)
 
     def shorten(self, run: Run, keep: int) -> None:
         """Leaves the first `keep` blocks of a run in sight."""

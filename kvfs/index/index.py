@@ -6,14 +6,16 @@ so no transaction outlives a call.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvfs.chain import HASH_BYTES, PrefixHasher
 from kvfs.errors import IndexFault
-from kvfs.index.env import MAP_BYTES, Env, LmdbError, acquire, generation, release
+from kvfs.index.env import MAP_BYTES, Env, LmdbError, acquire, generation, release, retire
 from kvfs.index.guard import Guard
 from kvfs.index.lookup import Found, longest_prefix
 from kvfs.index.schema import (
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from kvfs.plan import SlotHint
 
 T = TypeVar("T")
+_LOOK_SECONDS = 1.0
 _COUNTER = b"n:"  # prefix in `meta` of counters that change together with rows
 
 
@@ -73,6 +76,7 @@ class Index:
         self._map_bytes = map_bytes
         self._lock = threading.Lock()
         self._closed = False
+        self._look_due = monotonic() + _LOOK_SECONDS
         self._connect()
 
     def _connect(self) -> None:
@@ -119,6 +123,33 @@ class Index:
                     self._connect()
         return self._env
 
+    def revive(self) -> bool:
+        """Begins a new index if somebody has deleted the files of this one; says whether.
+
+        Namespaces and classes, and their numbers, are taken along: callers hold on to them. Raises
+        IndexFault.
+        """
+        if not self.env().deleted():
+            return False
+        with self._lock:
+            old, guard = self._env, self._guard
+            if self._closed or not old.deleted():
+                return False
+            kept = _what_others_hold(old)
+            retire(old)
+            self._connect()
+            guard.leave(stamp=False)
+        self.write(lambda a: _take_along(a, kept))
+        return True
+
+    def _look_at_files(self) -> None:
+        """Once in a while: a router that only checks must not go on with deleted files."""
+        now = monotonic()
+        if now >= self._look_due:
+            self._look_due = now + _LOOK_SECONDS
+            with contextlib.suppress(OSError, IndexFault):
+                self.revive()
+
     def close(self) -> None:
         if self._closed:
             return
@@ -136,6 +167,7 @@ class Index:
 
     def check(self, ns: int, hasher: PrefixHasher, now_ms: int) -> Found:
         """The longest unexpired stored prefix. ns: the index's number of the namespace."""
+        self._look_at_files()
         env = self.env()
         txn = env.begin_read()
         try:
@@ -228,12 +260,19 @@ class Index:
 
     def journals(self) -> dict[tuple[bytes, int], JournalState]:
         """How far each journal was applied."""
+        states = (_journal_state(k, v) for k, v in self._scan(JOURNALS))
+        return {(s.writer_id, s.number): s for s in states}
+
+    def last_journals(self, writer_ids: Iterable[bytes]) -> dict[bytes, JournalState]:
+        """How far these writers were followed: the state of the last known journal of each."""
         out = {}
-        for key, value in self._scan(JOURNALS):
-            offset, ended = JOURNAL.unpack_from(value)
-            writer = value[JOURNAL.size :].decode()
-            number = int.from_bytes(key[12:], "big")
-            out[key[:12], number] = JournalState(key[:12], number, writer, offset, ended)
+        with self.env().read() as txn, txn.cursor() as cursor:
+            for writer_id in writer_ids:
+                beyond = JOURNALS + writer_id + b"\xff" * 4
+                found = cursor.prev() if cursor.set_range(beyond) else cursor.last()
+                key = bytes(cursor.key()) if found else b""
+                if key[:-4] == JOURNALS + writer_id:
+                    out[writer_id] = _journal_state(key[1:], bytes(cursor.value()))
         return out
 
     # slots
@@ -287,6 +326,26 @@ class Index:
                 Tally(self.path).add(deltas)
             except OSError as e:
                 raise IndexFault(f"{self.path}: counters: {e.strerror}") from e
+
+
+def _what_others_hold(env: Env) -> list[tuple[bytes, bytes]]:
+    with env.read() as txn:
+        rows = [(bytes(k), bytes(v)) for table in (NS, CLASSES) for k, v in scan(txn, table)]
+        rows += ((bytes(k), bytes(v)) for k, v in scan(txn, META + b"last_"))
+    return rows
+
+
+def _take_along(applier: Applier, rows: list[tuple[bytes, bytes]]) -> None:
+    """Unless another process has been faster, and numbered what it found anew."""
+    if not any(True for _ in scan(applier.txn, NS)):
+        for key, value in rows:
+            applier.txn.put(key, value)
+
+
+def _journal_state(key: bytes, value: bytes) -> JournalState:
+    offset, ended = JOURNAL.unpack_from(value)
+    writer, number = value[JOURNAL.size :].decode(), int.from_bytes(key[12:], "big")
+    return JournalState(key[:12], number, writer, offset, ended)
 
 
 def add_counters(applier: Applier, deltas: dict[str, int]) -> None:

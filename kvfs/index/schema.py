@@ -9,7 +9,7 @@ namespace, `seg` a u32 it gives to each segment; neither leaves this index.
   table     byte  key behind it           value
   meta      m     name                    "format", "store": bytes; others are counters: u64
   ns        n     namespace id 16         ns u32, identity as JSON
-  classes   t     class name              id u16, seconds u64
+  classes   t     class name              id u16, seconds u64, when defined u64 (ms)
   segids    i     segment id 16           seg u32
   segments  s     seg                     SEGMENT below, path
   runs      r     ns, hash of 1st block   RUN below, then the 16-byte hash of every block of the run
@@ -59,7 +59,7 @@ U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
 PREFIX = struct.Struct(">I")
 PLACE = struct.Struct(">II")
-CLASS = struct.Struct("<HQ")
+CLASS = struct.Struct("<HQQ")
 JOURNAL = struct.Struct("<QB")
 RUN = struct.Struct("<IIIIQQH6x16s")
 """seg, slot, blocks, block number of the first, written ms, expires ms, class id, parent hash."""

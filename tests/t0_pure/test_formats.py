@@ -237,7 +237,7 @@ def test_segment_end() -> None:
 HASHES = bytes(range(48))
 ENTRIES: dict[str, tuple[Any, list[Any]]] = {
     "1 NAMESPACE": (frames.NamespaceEntry(NSID, '{"é": 1}'), [NSID, '{"é": 1}']),
-    "2 CLASS": (frames.ClassEntry("agent", TTL), ["agent", TTL]),
+    "2 CLASS": (frames.ClassEntry("agent", TTL, TIME), ["agent", TTL, TIME]),
     "3 SEGMENT": (
         frames.SegmentEntry(SEGMENT_ID, NSID, 8192, 1 << 20, 4096, TIME, TTL, "agent", "seg/x"),
         [SEGMENT_ID, NSID, 8192, 1 << 20, 4096, TIME, TTL, "agent", "seg/x"],

@@ -37,7 +37,7 @@ def hashes(least: int, most: int) -> Any:
 # By type number, from 1.
 ENTRIES: list[Any] = [
     st.builds(NamespaceEntry, id16, st.text(max_size=200)),
-    st.builds(ClassEntry, text, u64),
+    st.builds(ClassEntry, text, u64, u64),
     st.builds(SegmentEntry, id16, id16, u32, u64, u64, u64, u64, text, text),
     st.builds(RunEntry, id16, id16, u32, u32, u64, u64, id16, hashes(0, 3), hashes(1, 6)),
     st.builds(RenewEntry, id16, id16, u64, u64, text, st.booleans()),

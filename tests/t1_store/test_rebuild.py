@@ -153,7 +153,7 @@ def test_removed_journals_are_made_up_for_by_a_checkpoint(stock: Stock) -> None:
     stock = stock.again()
     made = checkpoint.write(stock.store.backend, stock.store.index, "w", stock.store.now_ms())
     fill(stock, 2)
-    stock.clock.now += 10
+    stock.clock.now += 3 * 3600
     pruned = prune(stock.store.backend, stock.store.uuid, stock.store.now_ms(), 1000, 10**9)
     assert pruned and rebuild(stock.store).source == "journals"
     stock.store.remove(stock.ns, stock.prompts[0], from_block=1)
