@@ -28,11 +28,12 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
         " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.lease kvfs.findings"
-        " kvfs.renewal"
+        " kvfs.renewal kvfs.throttle kvfs.limits kvfs.usage kvfs.merging kvfs.restating"
         " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
-        "kvfs.store kvfs.gc kvfs.expiry kvfs.fsck kvfs.rebuild kvfs.state"
+        "kvfs.store kvfs.gc kvfs.expiry kvfs.occupancy kvfs.cleaner kvfs.eviction kvfs.housekeeping"
+        "  kvfs.fsck kvfs.rebuild kvfs.state"
         " kvfs.following kvfs.lag kvfs.systemd",
-        "kvfs.fetcher",
+        "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
         "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve"
         " kvfs.connectors kvfs.gpu",
@@ -43,13 +44,14 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 # Who alone may import what. "numpy" is missing: it may be used anywhere, but inside functions.
 OWNERS = {
     "click": {"kvfs.cli", "kvfs.testing"},
+    "hypercorn": {"kvfs.peers"},
     "lmdb": {"kvfs.index"},
     "pyfuse3": {"kvfs.fuse", "kvfs.fuse_guard", "kvfs.fuse_write", "kvfs.mount"},
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
-    "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.serve"},
+    "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.peers"},
 }
-HEAVY = {"click", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio"}
+HEAVY = {"click", "hypercorn", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio"}
 # The storage is reached through the backend, so that faults can be injected in one place.
 # The index lies on a local disk and takes care of its own files; arena and fetcher use memory;
 # benchmarks also measure what the file system does without kvfs.

@@ -25,12 +25,24 @@ from hypothesis.stateful import (
 
 from kvfs.catalog import TtlClass
 from kvfs.chain import HASH_BYTES
-from kvfs.frames import CutEntry, DropEntry, Entry, NamespaceEntry, RunEntry, SegmentEntry
+from kvfs.frames import (
+    CutEntry,
+    DropEntry,
+    Entry,
+    MoveEntry,
+    NamespaceEntry,
+    RunEntry,
+    SegmentEntry,
+    Source,
+)
 from kvfs.index import Index
 from kvfs.index import placer as placer_module
+from kvfs.index.schema import LIVE
+from kvfs.merging import chains
 from kvfs.namespace import Namespace
 from kvfs.put import Putter
 from kvfs.removal import cuts_for
+from kvfs.restating import restated, unheard
 from kvfs.segment_writer import Written
 from kvfs.testing.blocks import small_identity
 from kvfs.testing.indexcheck import index_faults
@@ -147,6 +159,34 @@ class PaperHost:
                 entries, _ = cuts_for(self.index, self.ns, head, at - match.block, self.now)
                 self.publish(entries)
 
+    def clean(self, segment: bytes, told: list[RunEntry], gap: int) -> None:
+        """Moves what shows of a segment into a new one and drops it, as kvfs.cleaner does."""
+
+        def decide(applier: Any) -> list[Entry]:
+            number = applier.segment_number(segment)
+            row = None if number is None else applier.segment(number)
+            if row is None or row.state != LIVE or unheard(applier, row, told, self.now):
+                return []
+            runs = [r for r in applier.runs_of(row.number) if r.expires_ms > self.now]
+            entries: list[Entry] = []
+            for chain in chains(runs, lambda _: 100_000, 1 << 40):
+                hashes = b"".join(r.hashes for r in chain)
+                sources = tuple(Source(segment, r.slot, r.count) for r in chain)
+                written, expires = chain[0].written_ms, max(r.expires_ms for r in chain)
+                run = RunEntry(
+                    IDENTITY.nsid, self.writer.segment_id(), self.writer._slot, chain[0].block,
+                    written, expires, chain[0].parent, b"", hashes,
+                )  # fmt: skip
+                self.writer._slot += run.count + gap
+                entries.append(MoveEntry(self.now, sources, run))
+            moved = {(r.ns, r.head): r.count for r in runs}
+            entries += restated(applier, row, told, moved, self.now)
+            return [*entries, DropEntry(segment, self.now)]
+
+        self.writer.begin_segment(1000)
+        self.publish(self.index.query(decide))
+        self.writer.begin_segment(1000)
+
     def follow(self, other: PaperHost, count: int) -> None:
         at = self.read.get(other.number, 0)
         entries = other.journal[at : at + count]
@@ -262,6 +302,41 @@ class ChangingFleet(PaperFleet):
 def test_what_goes_leaves_a_sound_index() -> None:
     run_state_machine_as_test(
         ChangingFleet, settings=settings(max_examples=150, stateful_step_count=25)
+    )
+
+
+class MovingFleet(PaperFleet):
+    """A cleaner on any host moves what it sees of a segment and drops it: nothing is ever lost."""
+
+    @rule(host=numbers, of=numbers, number=st.integers(1, 6), gap=st.integers(0, 2))
+    def move(self, host: int, of: int, number: int, gap: int) -> None:
+        writer = self.hosts[of].writer
+        if number < writer.number:  # nobody cleans what is being written
+            told = [
+                run
+                for each in self.hosts
+                for entry in each.journal
+                if (run := getattr(entry, "run", entry)) and isinstance(run, RunEntry)
+                and run.segment == writer.segment_id(number)
+            ]  # fmt: skip
+            self.hosts[host].clean(writer.segment_id(number), told, gap)
+
+
+@pytest.mark.usefixtures("paper")
+def test_what_is_moved_is_found_by_every_host() -> None:
+    run_state_machine_as_test(
+        MovingFleet, settings=settings(max_examples=150, stateful_step_count=25)
+    )
+
+
+class MovingAndChangingFleet(MovingFleet, ChangingFleet):
+    """Moves among removals: they come in any order, and the index stays sound."""
+
+
+@pytest.mark.usefixtures("paper")
+def test_moves_among_removals_leave_a_sound_index() -> None:
+    run_state_machine_as_test(
+        MovingAndChangingFleet, settings=settings(max_examples=80, stateful_step_count=20)
     )
 
 
