@@ -51,6 +51,7 @@ MAP: dict[str, dict[str, str]] = {
     },
     "Keep in order": {
         "serve": "Follow the other writers of a store, until it is told to end",
+        "drain": "Move this host's slots to other hosts, before it leaves",
         "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
         "gc": "Give back the room of what has expired or was evicted",
         "fsck": "Read everything, verify it and report",

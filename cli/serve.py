@@ -1,11 +1,18 @@
-"""`kvctl serve`: the background work of a host. What that is, kvfs.serve says."""
+"""`kvctl serve`: the background work of a host. What that is, kvfs.serve and kvfs.peers say."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvfs.cli import common, output
+from kvfs.cli.peers import secret_option, slots_directory_option
 from kvfs.cli.settings import Settings
+
+if TYPE_CHECKING:
+    from kvfs.peers.service import PeerService
+    from kvfs.store import Store
 
 MANUAL = {
     "How it works": """
@@ -14,13 +21,21 @@ MANUAL = {
     a second. A new host begins with a checkpoint, if the store has one. It may be killed at any
     time: it goes on where it was. kvctl-status(1) shows how far it is.
 
+    With --listen it also answers other hosts that ask for sliding-window state which this host
+    has in memory, takes what they move here (kvctl-drain(1)), and publishes what is here, so that
+    checks of all hosts name it. It needs the packages of kvfs[serve]. The hosts prove to each
+    other that they have the same secret, 16 bytes or more; what is sent is not encrypted: give an
+    address of a network that only they are on.
+
     It tells systemd when it is ready, and ends with SIGTERM.
     """,
     "JSON output": """
-    Nothing is printed while it serves; one object when it ends:
+    Nothing is printed while it serves, but an object with address (IP:PORT), with --listen, when
+    it answers; one object when it ends:
 
     turns -- looks at journals
     entries -- journal entries applied
+    requests -- object: answers to other hosts by method and status; empty without --listen
     """,
 }
 
@@ -28,17 +43,62 @@ MANUAL = {
 @common.command("""
     kvctl serve --store /mnt/3fs/kvfs
     kvctl serve --interval 1
+    kvctl serve --listen 10.0.0.7:7420 --secret-file /etc/kvfs/secret
 """)
 @common.options
 @click.option("--interval", type=click.FloatRange(0.01, 60), default=0.2, show_default=True,
               help="Seconds between looks at a writer that has news.")  # fmt: skip
-def command(settings: Settings, interval: float) -> None:
+@click.option("--listen", metavar="IP:PORT", help="Answer other hosts for slots, at this address.")
+@click.option("--any-interface", is_flag=True,
+              help="Let --listen be 0.0.0.0 or [::]: every interface of this host.")  # fmt: skip
+@click.option("--advertise", metavar="IP:PORT",
+              help="The address that other hosts are told. Default: that of --listen.",
+              )  # fmt: skip
+@click.option("--requests", type=click.IntRange(1, 1024), default=8, show_default=True,
+              help="Slots in transit at once; who comes then is told to come again.",
+              )  # fmt: skip
+@secret_option
+@slots_directory_option
+def command(
+    settings: Settings, interval: float, listen: str | None, any_interface: bool,
+    advertise: str | None, requests: int, secret_file: str | None, slots: str,
+) -> None:  # fmt: skip
     """Follow the other writers of a store, until it is told to end."""
+    from kvfs.errors import InputError
     from kvfs.serve import Service
 
+    if listen is None and (any_interface or advertise):
+        raise InputError("--any-interface and --advertise are for --listen")
     with common.open_store(settings, catch_up=False) as store:
-        service = Service(store, interval=interval)
+        peers: PeerService | None = None
+        if listen is not None:
+            options: dict[str, Any] = {
+                "any_interface": any_interface, "advertise": advertise, "directory": slots,
+                "turns": requests,
+            }  # fmt: skip
+            peers = _peers(settings, store, listen, secret_file, options)
+        service = Service(store, interval=interval, beside=peers)
         service.run()
         if settings.as_json:
             following = service.following
-            output.json_line({"turns": following.turns, "entries": following.entries})
+            counters = {} if peers is None else peers.app.counters
+            output.json_line(
+                {"turns": following.turns, "entries": following.entries, "requests": counters}
+            )
+
+
+def _peers(
+    settings: Settings, store: Store, listen: str, secret_file: str | None, options: dict[str, Any]
+) -> PeerService:
+    from kvfs.errors import ConfigError
+    from kvfs.peers.auth import Secret
+
+    secret = Secret.load(secret_file)
+    try:
+        from kvfs.peers.service import PeerService
+    except ImportError as e:
+        raise ConfigError(f"no Python package {e.name}; pip install 'kvfs[serve]'") from None
+    peers = PeerService(store, listen, secret, **options)
+    if settings.as_json:
+        output.json_line({"address": peers.address})
+    return peers

@@ -1,6 +1,7 @@
 """What runs on every host that uses a store: `kvctl serve`, or a few lines in another process.
 
-Follows the other writers' journals, so that what they stored is a hit here. Threads do the work;
+Follows the other writers' journals, so that what they stored is a hit here, and whatever else is
+given to run beside it (kvfs.peers: this host's slots for the others). Threads do the work;
 `Service.run` waits for the signal to end. Nothing here answers checks: a router does that in its
 own process, on the same index.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvfs.following import INTERVAL_SECONDS, Following
@@ -20,18 +22,31 @@ from kvfs.systemd import notify
 class Service:
     """The background work of one host for one open store. A context manager."""
 
-    def __init__(self, store: Store, *, interval: float = INTERVAL_SECONDS) -> None:
-        """interval: seconds between looks at a writer that has news."""
+    def __init__(
+        self, store: Store, *, interval: float = INTERVAL_SECONDS,
+        beside: AbstractContextManager[object] | None = None,
+    ) -> None:  # fmt: skip
+        """interval: seconds between looks at a writer that has news; beside: entered and left with
+        the service."""
         self.store = store
+        self._beside = beside or nullcontext()
         self.following = Following(store, interval)
         self._ended = threading.Event()
 
     def __enter__(self) -> Service:
         self.following.start()
+        try:
+            self._beside.__enter__()
+        except BaseException:
+            self.following.stop()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.following.stop()
+        try:
+            self._beside.__exit__(None, None, None)
+        finally:
+            self.following.stop()
 
     def end(self) -> None:
         """Lets `run` return."""

@@ -2,9 +2,7 @@
 
 A request is believed only after its MAC, and costs next to nothing before: no pool is looked at, no
 body is read, no turn is taken. Then it needs one of a few turns, or is told to come again; each
-has a deadline, and a body must have the length of a slot. What is sent is a copy that was validated
-by generation; its checksum is looked at after it was sent, off the asking host's critical path,
-since that host verifies it anyway: a slot that turns out to be damaged is emptied.
+has a deadline, and a body must have the length of a slot. What is sent is a verified copy.
 
 Awaits: runs on one event loop; reading a pool takes less than a millisecond and is done on it,
 writing may wait for a lock and is done in a thread. trio alone.
@@ -35,7 +33,6 @@ BODY_SECONDS = 5.0
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-OnStored = Callable[[SlotPool, SlotMeta], object]
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -48,12 +45,11 @@ class Refusal(Exception):
 
 
 class Reply(NamedTuple):
-    """slot: the description that goes with it, b"" for none; after: called once it was sent."""
+    """slot: the description that goes with it, b"" for none."""
 
     status: int
     body: bytes
     slot: bytes = b""
-    after: Callable[[], object] = lambda: None
 
 
 class SlotApp:
@@ -61,11 +57,10 @@ class SlotApp:
 
     def __init__(
         self, pools: Pools, secret: Secret, host: str, *, turns: int = TURNS,
-        body_seconds: float = BODY_SECONDS, on_stored: OnStored = lambda pool, meta: None,
-        window: ReplayWindow | None = None,
+        body_seconds: float = BODY_SECONDS, window: ReplayWindow | None = None,
     ) -> None:  # fmt: skip
         """host: `IP:port` by which the others know this host; turns: requests for slots at once;
-        on_stored: called, in a thread, with what others have stored here."""
+        body_seconds: for a slot to come in."""
         self.instance = secrets.token_bytes(wire.INSTANCE_BYTES)
         self.counters: dict[str, int] = {}
         self._pools = pools
@@ -73,7 +68,6 @@ class SlotApp:
         self._host = host
         self._turns = turns
         self._body_seconds = body_seconds
-        self._on_stored = on_stored
         self._window = window or ReplayWindow()
         self._busy = 0
 
@@ -98,7 +92,6 @@ class SlotApp:
             reply = Reply(500, b"internal error")
         self.count(f"{scope['method'].lower()}.{reply.status}")
         await self._send(reply, nonce, send)
-        reply.after()
 
     def count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1
@@ -137,7 +130,11 @@ class SlotApp:
         if method == "GET" and path == wire.STATUS_PATH:
             return Reply(200, json.dumps({"pools": self._pools.status()}).encode())
         target = wire.parse_target(path, scope["query_string"].decode("latin-1"))
-        if target is None or method not in ("GET", "PUT") or (method == "PUT" and not target.anchor):
+        if (
+            target is None
+            or method not in ("GET", "PUT")
+            or (method == "PUT" and not target.anchor)
+        ):
             raise Refusal(400, "no such request")
         if self._busy >= self._turns:
             raise Refusal(503, f"{self._turns} requests for slots are under way")
@@ -184,7 +181,6 @@ class SlotApp:
 
         def store() -> tuple[SlotMeta, bool]:
             stored = pool.write(anchor, data, rotation=meta.rotation, overshoot=meta.overshoot)
-            self._on_stored(pool, stored.meta)
             return stored.meta, stored.new
 
         try:

@@ -36,7 +36,9 @@ class Secret:
     def __init__(self, key: bytes) -> None:
         """Raises ConfigError for a secret that is too short."""
         if not MIN_SECRET <= len(key) <= MAX_SECRET:
-            raise ConfigError(f"the secret has {len(key)} bytes; {MIN_SECRET} to {MAX_SECRET} will do")
+            raise ConfigError(
+                f"the secret has {len(key)} bytes; {MIN_SECRET} to {MAX_SECRET} will do"
+            )
         self._start = hmac.new(key, digestmod=hashlib.sha256)
 
     @classmethod

@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 AWAY_SECONDS = 1.0
 KEPT = 8
 """Connections to one peer that are kept."""
-_WORDS = {401: "refused", 404: "not there", 412: "stale hint", 503: "busy"}
+BUSY = "busy"
+"""What the reason begins with where another try may do."""
+_WORDS = {401: "refused", 404: "not there", 412: "stale hint", 503: BUSY}
 
 
 class Pulled(NamedTuple):
@@ -139,7 +141,7 @@ class PeerClient:
         path, content = wire.slot_path(meta.nsid, anchor), meta.encode()
         body = memoryview(slot.data).cast("B")
         done, reason = self._ask("PUT", address, path, content, body, deadline, take)
-        return Pushed(None, False, reason) if done is None else Pushed(*done, "")
+        return Pushed(None, False, reason) if done is None else Pushed(done[0], done[1], "")
 
     def slots(self, address: str, nsid: bytes, deadline: float) -> Asked:
         """The descriptions of all slots of a namespace that a peer has: list[SlotMeta]."""

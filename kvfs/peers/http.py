@@ -73,7 +73,7 @@ class Connection:
         return self._head(deadline)
 
     def read(self, into: memoryview, deadline: float, seen: Callable[[memoryview], object]) -> None:
-        """Fills `into` from the body. seen: called with each part that has come. Raises PeerError."""
+        """Fills `into` from the body. seen: gets each part that has come. Raises PeerError."""
         ahead = self._ahead[: len(into)]
         self._ahead = self._ahead[len(ahead) :]
         into[: len(ahead)] = ahead

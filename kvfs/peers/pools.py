@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvfs.errors import ConfigError, KvfsError
+from kvfs.errors import KvfsError
 from kvfs.layout import Identity
 from kvfs.state.poolfile import DIRECTORY
 from kvfs.state.slots import SlotPool
 
 IDLE_SECONDS = 30.0
+MOMENT_SECONDS = 5.0
 
 
 class Pools:
@@ -45,6 +46,21 @@ class Pools:
             if pool is not None:
                 self._open[nsid] = pool, time.monotonic()
             return pool
+
+    def look(self) -> list[SlotPool]:
+        """The pools that are open, which is no use of them."""
+        with self._lock:
+            return [pool for pool, _ in self._open.values()]
+
+    def attach_all(self) -> None:
+        """Opens the pools that are there and not open, for a moment if nobody asks for them."""
+        moment = time.monotonic() - self._idle + MOMENT_SECONDS
+        with self._lock:
+            self._learn()
+            for nsid in self._known.keys() - self._open.keys():
+                pool = self._attach(nsid)
+                if pool is not None:
+                    self._open[nsid] = pool, moment
 
     def let_go(self) -> None:
         """Leaves the pools that nobody asked for in a while."""
@@ -91,7 +107,5 @@ class Pools:
             return None
         try:
             return SlotPool.open(identity, directory=self._directory)
-        except ConfigError:
-            return None  # none here
         except KvfsError:
-            return None  # somebody is making it just now
+            return None  # none here, or somebody is making it just now

@@ -116,7 +116,7 @@ class SlotServer:
 def bound(address: str, *, any_interface: bool = False) -> socket.socket:
     """A socket that listens on `IP:port`; port 0: any free one. Raises InputError, ConfigError."""
     host, port = split_address(address)
-    if ipaddress.ip_address(host).is_unspecified and not any_interface:
+    if is_any(address) and not any_interface:
         raise ConfigError(
             f"{address} is every interface of this host; name one address, or say "
             "--any-interface if that is meant"
@@ -126,15 +126,18 @@ def bound(address: str, *, any_interface: bool = False) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit it: one whose peer takes nothing ends, frozen or cut off.
-        listener.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STUCK_SECONDS * 1000)
-        )
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STUCK_SECONDS * 1000))
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as e:
         listener.close()
         raise ConfigError(f"{address}: {e.strerror}") from e
     return listener
+
+
+def is_any(address: str) -> bool:
+    """Whether it stands for every interface of this host."""
+    return ipaddress.ip_address(split_address(address)[0]).is_unspecified
 
 
 def address_of(listener: socket.socket) -> str:

@@ -1,0 +1,109 @@
+"""A thread that tells the other hosts which slots are here: what comes, what goes, what lives on.
+
+The pool is asked, not those who fill it: so it does not matter which process stored a slot, or
+whether it was killed right after. A look is cheap while nothing has changed. All slots are told
+anew at the start and from time to time, since those that are in use live longer than was told.
+
+A fault in one turn is logged and the next turn tells again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+from kvfs.errors import KvfsError
+from kvfs.peers.pools import Pools
+from kvfs.state.directory import Directory
+from kvfs.state.slot import SlotMeta
+from kvfs.state.slots import SlotPool
+from kvfs.store import Store
+
+log = logging.getLogger(__name__)
+INTERVAL_SECONDS = 0.5
+REFRESH_SECONDS = 300.0
+ATTACH_SECONDS = 10.0
+_CHANGES = ("stored", "evicted", "expired", "removed", "damaged", "recovered")
+
+
+@dataclass(slots=True)
+class _Told:
+    """What was told of a pool."""
+
+    changes: tuple[int, ...] = ()
+    slots: dict[bytes, SlotMeta] = field(default_factory=dict)
+    due: float = 0.0
+    """When all of it is told anew."""
+
+
+class Announcer:
+    """Publishes the slots of all pools of this host until it is stopped. A context manager."""
+
+    def __init__(
+        self, store: Store, pools: Pools, address: str, *, interval: float = INTERVAL_SECONDS
+    ) -> None:
+        """address: where this host answers for them; interval: seconds between looks."""
+        self._store = store
+        self._pools = pools
+        self._address = address
+        self._interval = interval
+        self._told: dict[bytes, _Told] = {}
+        self._attached = 0.0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvfs-announce", daemon=True)
+
+    def start(self) -> Announcer:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Ends the thread. What was told stays: the slots are still here."""
+        self._stopped.set()
+        self._thread.join()
+
+    def __enter__(self) -> Announcer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self.turn()
+            except (KvfsError, OSError) as e:
+                log.warning("telling of the slots here: %s", e)
+            self._stopped.wait(self._interval)
+
+    def turn(self) -> int:
+        """One look, on the caller's thread. Returns how many slots were told of."""
+        now = time.monotonic()
+        if not self._attached or now - self._attached >= ATTACH_SECONDS:
+            self._attached = now
+            self._pools.attach_all()
+        pools = self._pools.look()
+        return sum(self._tell(pool, now) for pool in pools)
+
+    def _tell(self, pool: SlotPool, now: float) -> int:
+        told = self._told.setdefault(pool.pool_id, _Told())
+        stats = pool.stats()
+        changes = tuple(stats[name] for name in _CHANGES)
+        if changes == told.changes and now < told.due:
+            return 0
+        directory = Directory(self._store, pool, address=self._address)
+        held = {meta.anchor: meta for meta in pool.metas()}
+        all_of_it = now >= told.due
+        gone = [m for a, m in told.slots.items() if a not in held]
+        news = [m for m in held.values() if all_of_it or told.slots.get(m.anchor) != m]
+        if gone:
+            directory.withdraw(gone)
+        if news:
+            directory.announce(news)
+        told.changes, told.slots = changes, held
+        if all_of_it:
+            told.due = now + REFRESH_SECONDS
+        if changes:
+            self._pools.get(pool.identity.nsid)  # it is in use
+        return len(news)
