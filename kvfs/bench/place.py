@@ -15,6 +15,7 @@ from typing import Any
 
 from kvfs import presets
 from kvfs.errors import ConfigError
+from kvfs.index.place import FORCE_ENVIRONMENT
 from kvfs.namespace import Namespace
 from kvfs.store import Store
 
@@ -39,6 +40,8 @@ def new_store(
     directory: str | None, index: str | None, preset: str = PRESET, **settings: Any
 ) -> Iterator[tuple[Store, Namespace]]:
     """A store with one namespace in scratch directories; settings: as for Store.init."""
+    # Nobody else will ever see this index, so its directory may be an overlay of a container.
+    os.environ[FORCE_ENVIRONMENT] = "1"
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(scratch(directory))
         at = stack.enter_context(scratch(index))

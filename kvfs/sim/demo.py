@@ -34,6 +34,7 @@ from kvfs.errors import (
     KvfsError,
     SpaceError,
 )
+from kvfs.index.place import FORCE_ENVIRONMENT
 from kvfs.namespace import Namespace
 from kvfs.sim import tour, trace
 from kvfs.sim.replay import Options, Result, replay, requests, touched
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     began = time.monotonic()
     screen = Screen()
+    # Nobody else will ever see this index, so its directory may be an overlay of a container.
+    os.environ[FORCE_ENVIRONMENT] = "1"
     try:
         with _terminable(), _place(screen, options.dir, options.keep) as place:
             found = _demonstrate(screen, place, options.requests)
