@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvfs.namespace import Namespace
     from kvfs.sim.replay import Options, Progress, Result
     from kvfs.sim.trace import Trace
+    from kvfs.sim.windows import Sums
     from kvfs.store import Store
 
 MANUAL = {
@@ -29,6 +30,12 @@ MANUAL = {
     share which prefix. kvfs comes with some; a name that is no file is one of those, and
     kvctl replay --list lists them. Tokens and payloads are made up, the same ones every time, so
     that every fetched byte can be compared with what must have been put.
+    """,
+    "State policies": """
+    With --state-policy the replay also reckons what a model with a sliding window would have hit:
+    every prefix that is stored, where the window comes from a slot or from a replay; and, for
+    comparison, "request ends": only where an earlier request ended, and never with a replay. Slots
+    are kept without a limit. Traces do not say where answers ended, so no rule has a slot there.
     """,
     "JSON output": """
     An object:
@@ -46,6 +53,8 @@ MANUAL = {
     failures, failure_details -- what came short or was refused -> how often, and an example
     latency -- check, fetch, put -> count, and p50 and p99 in seconds
     bytes_per_second -- fetch, put -> payload bytes, while fetching and putting
+    state_policies -- with --state-policy: list of objects with policy, hit_tokens, hit_rate,
+    replay_tokens, slots and bytes (taken in all)
     """,
 }
 
@@ -54,6 +63,7 @@ MANUAL = {
     kvctl replay --temporary --preset tiny weka_claude_code_small
     kvctl replay --ns llama --limit 500 --max-bytes 2G trace.jsonl.gz
     kvctl replay --temporary --processes 4 --json mooncake_conversation_2000
+    kvctl replay --temporary --preset tiny-swa --no-fetch --state-policy all weka_claude_code_small
     kvctl replay --list
 """)
 @common.options
@@ -77,6 +87,9 @@ MANUAL = {
 @click.option("--verify/--no-verify", default=True, help="Compare fetched bytes with those put.")
 @click.option("--touch", is_flag=True, help="Renew what was hit, as an engine does.")
 @click.option("--class", "ttl_class", metavar="NAME", help="TTL class of what is put.")
+@click.option("--state-policy", multiple=True, metavar="NAME",
+              help="Reckon besides what a sliding window would hit under a policy of "
+                   "kvctl-state(1); may be given again, or be all.")  # fmt: skip
 @click.option("--trace-time", is_flag=True,
               help="Let the store's clock show the time of the trace, so that blocks expire.",
               )  # fmt: skip
@@ -85,7 +98,8 @@ MANUAL = {
 @click.argument("trace", required=False)
 def command(
     settings: Settings, show: bool, temporary: bool, below: str | None, preset: str | None,
-    processes: int, trace_time: bool, trace: str | None, session_gap: int, **chosen: Any,
+    processes: int, trace_time: bool, trace: str | None, session_gap: int,
+    state_policy: tuple[str, ...], **chosen: Any,
 ) -> None:  # fmt: skip
     """Drive a store with a request trace and say what hit.
 
@@ -102,7 +116,9 @@ def command(
     if trace is None:
         raise InputError(f"which trace? A file, or one of {', '.join(traces.builtin())}")
     opened = traces.find(trace)
-    options = Options(session_gap=float(session_gap), **chosen)
+    if "all" in state_policy:
+        state_policy = ("full", "periodic:4096", "last", "last:1", "zero")
+    options = Options(session_gap=float(session_gap), state_policy=state_policy, **chosen)
     with common.interruptible(), _place(settings, temporary, below) as (path, index):
         start = time.time() if trace_time else None
         job = _Job(settings, path, index, opened, options, processes, start)
@@ -216,8 +232,20 @@ def _print(result: Result) -> None:
          ("fetched", output.size(result.bytes_fetched)),
          *((f"{name} time", _times(result, name)) for name in ("check", "fetch", "put"))]
     )  # fmt: skip
+    if result.windows:
+        output.line()
+        header = ("STATE POLICY", "HIT TOKENS", "RATE", "REPLAYED", "SLOTS", "BYTES")
+        output.table(header, (_window_row(sums, result) for sums in result.windows), right="lrrrrr")
     for reason, count in result.failures.items():
         output.line(f"{count:,} x {reason}: {result.details[reason]}")
+
+
+def _window_row(sums: Sums, result: Result) -> tuple[str, ...]:
+    rate = sums.hit_tokens / result.input_tokens if result.input_tokens else 0.0
+    return (
+        sums.policy, f"{sums.hit_tokens:,}", f"{rate:.1%}", f"{sums.replay_tokens:,}",
+        f"{sums.slots:,}", output.size(sums.bytes),
+    )  # fmt: skip
 
 
 def _times(result: Result, operation: str) -> str:

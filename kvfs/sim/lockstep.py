@@ -60,6 +60,8 @@ def replay_processes(
     if not 1 <= processes <= _MAX_PROCESSES:
         raise InputError(f"1 to {_MAX_PROCESSES} processes, not {processes}")
     chosen = options or Options()
+    if chosen.state_policy and processes > 1:
+        raise InputError("state policies are reckoned in one process: leave --processes out")
     job = _Job(
         store=str(path),
         index=None if index is None else str(index),

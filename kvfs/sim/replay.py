@@ -24,6 +24,7 @@ from kvfs.namespace import Namespace
 from kvfs.plan import Plan
 from kvfs.sim.synth import PayloadSynth, TokenSynth
 from kvfs.sim.trace import SESSION_GAP, Request, Trace
+from kvfs.sim.windows import Sums, Windows
 from kvfs.store import Store
 
 
@@ -35,7 +36,7 @@ class Options:
     the request that would exceed them; max_seconds: start no request after that time;
     fetch: fetch what hits, else only check; verify: compare fetched bytes; touch: renew what was
     hit, as an engine does; ttl_class: for what is put, None is the namespace's; session_gap:
-    seconds between session starts.
+    seconds between session starts; state_policy: policies of kvfs.state.policy to reckon besides.
     """
 
     limit: int | None = None
@@ -46,6 +47,7 @@ class Options:
     touch: bool = False
     ttl_class: str | None = None
     session_gap: float = SESSION_GAP
+    state_policy: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -86,7 +88,8 @@ class Result:
     failures: reason -> how often a fetch came short or a put was refused, details: reason -> what
     was said the first time; total: requests in all
     as far as the trace tells; stopped: the option that ended the replay early ("max_bytes" or
-    "max_seconds"), else ""; seconds: wall time of it all; written: bytes of whole records put.
+    "max_seconds"), else ""; seconds: wall time of it all; written: bytes of whole records put;
+    windows: what the state policies came to.
     """
 
     total: int | None = None
@@ -106,6 +109,7 @@ class Result:
     latency: dict[str, list[float]] = field(
         default_factory=lambda: {"check": [], "fetch": [], "put": []}
     )
+    windows: list[Sums] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
         self.requests += 1
@@ -154,6 +158,8 @@ class Result:
             for name, times in self.latency.items()
         }
         out["bytes_per_second"] = {name: self.rate(name) for name in ("fetch", "put")}
+        if self.windows:
+            out["state_policies"] = [sums.to_json(self.input_tokens) for sums in self.windows]
         return out
 
 
@@ -181,8 +187,9 @@ def replay(
     """
     chosen = options or Options()
     replayer = Replayer(store, ns, trace, chosen, clock)
+    result = Result(windows=[] if replayer.windows is None else replayer.windows.sums)
     return run(
-        trace, chosen, Result(), lambda _, request, left: replayer.step(request, left), progress
+        trace, chosen, result, lambda _, request, left: replayer.step(request, left), progress
     )
 
 
@@ -249,6 +256,9 @@ class Replayer:
         self._tokens = TokenSynth(trace.header.block_tokens, trace.header.name)
         self._payload = PayloadSynth(ns.row_bytes)
         self._buffer = bytearray()
+        self.windows: Windows | None = None
+        if options.state_policy:
+            self.windows = Windows(ns.identity, options.state_policy)
 
     def step(self, request: Request, budget: int | None = None) -> Step | None:
         """Check, fetch, touch, put. None, and nothing done, if that would write beyond budget."""
@@ -266,6 +276,8 @@ class Replayer:
         step = Step(len(tokens), plan.stored_tokens, plan.hit_tokens, check=took)
         # A hasher of its own: the one above is as an engine would hand it to fetch and put.
         keys = self._ns.hasher(tokens).hashes()
+        if self.windows is not None:
+            self.windows.step(len(tokens), plan.stored_tokens, keys)
         if self._options.fetch and plan.hit_tokens:
             self._fetch(request, step, plan, hasher, keys)
         if self._options.touch and plan.stored_tokens:
