@@ -186,9 +186,9 @@ class FetchClient:
             self.release(*self.orphans.popleft())
         asked = time.monotonic()
         until = min(until, asked + ANSWER_SECONDS)
-        if asked - self._silent_since > ANSWER_SECONDS:
-            if not self._heard(until if patient else asked):
-                raise BackendError("fetcher silent: it has not answered for a while")
+        silent = asked - self._silent_since > ANSWER_SECONDS
+        if silent and not self._heard(until if patient else asked):
+            raise BackendError("fetcher silent: it has not answered for a while")
         self._send(question)
         self._silent_since = min(self._silent_since, asked)
         while self._heard(until):

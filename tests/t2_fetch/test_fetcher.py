@@ -22,7 +22,7 @@ from kvfs.errors import BackendError, BusyError, ConfigError, InputError, NoStor
 from kvfs.fetcher import client as client_module
 from kvfs.fetcher import core as core_module
 from kvfs.fetcher import launch, wire
-from kvfs.fetcher.client import FetchClient
+from kvfs.fetcher.client import FetchClient, pieces_of
 from kvfs.fetcher.launch import Options
 from kvfs.fetcher.ticket import Ticket
 from kvfs.plan import Plan
@@ -219,7 +219,7 @@ def test_a_fetcher_that_is_told_to_end_leaves_clients_what_they_have(
 
 _CLIENT = """if True:
     import os, sys, time
-    from kvfs.fetcher.client import FetchClient
+    from kvfs.fetcher.client import FetchClient, pieces_of
     from kvfs.namespace import Namespace
     from kvfs.layout import Identity
     from kvfs.plan import Plan
@@ -462,14 +462,22 @@ def test_a_waiting_request_overtakes_a_prefetch(
     stock: Stock, faults: FaultyBackend, start: Start
 ) -> None:
     later, now = stored(stock, 1, 300), stored(stock, 2, 30)
-    hold = Hold(0)
+    hold, places = Hold(0), []
+
+    def note(call: Any) -> Any:
+        places.append((call.path, call.offset))
+        return call.proceed()
+
     faults.on("readv", "seg/*", do=hold)
-    client = start(faults, threads=1, arena_bytes=32 * MIB).client()
-    with ask(client, stock, later, priority=5) as prefetch, ask(client, stock, now) as ticket:
-        hold.release()
-        assert ticket.wait() == 29
-        assert prefetch.good < 299
-        assert prefetch.wait() == 299
+    faults.on("readv", "seg/*", do=note, times=None)
+    client = start(faults, threads=1).client()
+    with ask(client, stock, later, priority=5) as prefetch:
+        assert hold.reached.wait(5)
+        with ask(client, stock, now) as ticket:
+            hold.release()
+            assert ticket.wait() == 29 and prefetch.wait() == 299
+    pieces = pieces_of(stock.ns, stock.store.check(stock.ns, now), 0, 29)
+    assert places[: len(pieces)] == [(p.path, p.offset) for p in pieces]
 
 
 def test_a_full_queue_says_busy(

@@ -72,10 +72,10 @@ class Soak:
             process.stdin.close()
         for process in self.clients:
             assert process.stdout
-            last = process.stdout.read().splitlines()[-1]
-            assert process.wait(30) == 0, last
+            said = process.stdout.read()
+            assert process.wait(30) == 0, said
             process.stdout.close()
-            found = json.loads(last)
+            found = json.loads(said.splitlines()[-1])
             assert not found.pop("wrong") and not found.pop("stuck")
             seen["slowest"] = max(seen["slowest"], found.pop("slowest"))
             seen.update(found)
