@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -350,6 +351,35 @@ def test_memory_that_is_not_there_is_refused_with_both_numbers(
     monkeypatch.undo()
     with SlotPool.open(SWA, budget(4), directory=shm) as pool:
         assert pool.slots == 4
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[str]:
+    """A file system of 256 KiB, as a container's /dev/shm may be too small."""
+    path = tmp_path / "small"
+    path.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
+    if subprocess.run(line, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs")
+    yield str(path)
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_file_system_that_is_too_small(small_tmpfs: str) -> None:
+    """Refused when it is opened, not killed by SIGBUS when it is written."""
+    with pytest.raises(ConfigError, match=rf"needs {budget(200)} bytes and there are 262144 free"):
+        SlotPool.open(SWA, budget(200), directory=small_tmpfs)
+    with SlotPool.open(SWA, budget(100), directory=small_tmpfs) as pool:
+        with (
+            open(os.path.join(small_tmpfs, "others"), "wb", buffering=0) as f,
+            contextlib.suppress(OSError),
+        ):
+            while True:
+                f.write(bytes(4096))  # somebody else takes the rest
+        for i in range(200):
+            pool.write(anchor(i), data_of(anchor(i)))
+        assert pool.stats()["used"] == 100
+        assert all(pool.read(anchor(i)) is not None for i in range(100, 200))
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
