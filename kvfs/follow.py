@@ -40,7 +40,8 @@ from kvfs.index.index import ENDED, FIRST_FRAME, LAST, JournalState
 from kvfs.journal import JournalReader
 from kvfs.segment import WRITER_BYTES
 
-BATCH = 2000
+BATCH, BATCH_BYTES = 2000, 8 << 20
+_ENTRY_BYTES = 4096  # what counts as one entry where there is a limit on entries
 _READ, _READ_LEAST = 1 << 20, 1 << 16
 _READ_TOGETHER = 256 << 20
 """Bytes of journals in memory, roughly, however many are read at once."""
@@ -68,6 +69,8 @@ class Followed:
     """What one turn of following did."""
 
     entries: int = 0
+    bytes: int = 0
+    """Of those entries."""
     journals: int = 0
     problems: list[str] = field(default_factory=list)
     """Journals that could not be read to their end, and why."""
@@ -91,6 +94,7 @@ class Followed:
         """Counts what was applied."""
         self.entries += len(applied)
         for step in applied:
+            self.bytes += step.end - step.start
             self.progressed.add(step.writer)
             if isinstance(step.entry, SealEntry) and step.entry.last:
                 self.ended.add(step.writer)
@@ -110,7 +114,8 @@ class Follower:
     ) -> Followed:  # fmt: skip
         """Applies all that the journals hold now and the index has not.
 
-        writers: names of those to look at, None: all; most: stop after about so many entries.
+        writers: names of those to look at, None: all; most: stop after about so many entries,
+        fewer if they are large.
         Raises IndexFault, and OSError if `log` cannot be listed; what is wrong with a journal is
         reported in the result and does not stop the others.
         """
@@ -119,7 +124,7 @@ class Follower:
         ids = {name: i for name in everyone if (i := writer_id_of(name)) is not None}
         steps = self._steps(self.index.last_journals(ids.values()), ids, result)
         held: set[str] = set()
-        for batch in _batches(steps, BATCH):
+        for batch in _batches(steps):
             if self._ahead(batch) and writers is not None:
                 return self._all_together(result, progress, most)
             batch = self._without_strangers(batch, held, result)
@@ -127,7 +132,7 @@ class Follower:
             result.note(batch)
             if progress is not None:
                 progress(len(batch))
-            if most and result.entries >= most:
+            if most and result.entries + result.bytes // _ENTRY_BYTES >= most:
                 result.cut_off = True
                 break
         return result
@@ -136,6 +141,7 @@ class Follower:
         """Goes on with all writers: what one of them tells is of something another one made."""
         result = self.catch_up(progress=progress, most=most)
         result.entries += so_far.entries
+        result.bytes += so_far.bytes
         result.progressed |= so_far.progressed
         result.ended |= so_far.ended
         return result
@@ -204,7 +210,7 @@ class Follower:
                 last[state.writer_id] = state
         names = self.backend.names("log")
         ids = {name: i for name in names if (i := writer_id_of(name)) is not None}
-        for batch in _batches(self._steps(last, ids, result), BATCH):
+        for batch in _batches(self._steps(last, ids, result)):
             _apply(applier, batch)
             result.entries += len(batch)
             if progress is not None:
@@ -285,6 +291,7 @@ class Follower:
                 if limit <= len(data):
                     return  # the whole frame is here, and not sound
 
+
 def _frame_bytes(data: bytes) -> int:
     """Length of the frame that begins data, by its head; 0 if that cannot be right."""
     if len(data) < HEAD.size:
@@ -325,13 +332,16 @@ def _rank(entry: Entry | None) -> int:
     return int(isinstance(entry, RenewEntry | CutEntry | DropEntry | SealEntry | MoveEntry))
 
 
-def _batches(steps: Iterator[_Step], size: int) -> Iterator[list[_Step]]:
+def _batches(steps: Iterator[_Step]) -> Iterator[list[_Step]]:
+    """Steps that go into one transaction each."""
     batch: list[_Step] = []
+    room = BATCH_BYTES
     for step in steps:
         batch.append(step)
-        if len(batch) >= size:
+        room -= step.end - step.start
+        if len(batch) >= BATCH or room <= 0:
             yield batch
-            batch = []
+            batch, room = [], BATCH_BYTES
     if batch:
         yield batch
 

@@ -56,8 +56,7 @@ class Following:
         self.interval = interval
         self.turns = 0
         self.entries = 0
-        self.problems: list[str] = []
-        """Of the last turn."""
+        self._problems: dict[str, str] = {}
         self._paces: dict[str, _Pace] = {}
         self._over: set[str] = set()
         """Writers that ended and were read to the end."""
@@ -105,24 +104,36 @@ class Following:
             self._list(now)
         due = [writer for writer, pace in self._paces.items() if everyone or pace.due <= now]
         result = Follower(store.backend, store.index, store.uuid).catch_up(due, most=TURN_ENTRIES)
-        problems = self._missing(result, begun)
+        self._note_problems(due, result)
+        self._missing(result, begun)
         self._set_paces(due, result, now)
         if everyone and result.complete:
             self._note_all(now, begun)
         self.turns += 1
         self.entries += result.entries
-        self.problems = result.problems + problems
         return result
 
-    def _missing(self, result: Followed, begun: int) -> list[str]:
-        """Journals are gone that were not read to their end: begins with the newest checkpoint."""
-        if not result.missing:
-            return []
+    @property
+    def problems(self) -> list[str]:
+        """What keeps journals from being read on, as of the last look at each."""
+        return list(self._problems.values())
+
+    def _note_problems(self, due: list[str], result: Followed) -> None:
+        for writer in due:
+            self._problems.pop(writer, None)
+        for problem in result.problems:
+            self._problems[problem.split("/")[1]] = problem
+        for s in result.missing:
+            self._problems[s.writer] = f"log/{s.writer}: {s.number} was removed before it was read"
+
+    def _missing(self, result: Followed, begun: int) -> None:
+        """Begins with the newest checkpoint if journals are gone that were not read whole."""
         store = self.store
-        if adopt(store.backend, store.index, store.uuid, begun, missing=result.missing):
+        if result.missing and adopt(
+            store.backend, store.index, store.uuid, begun, missing=result.missing
+        ):
             self._over.clear()
             self._list_due = 0.0
-        return [f"{s.writer}/{s.number}: removed before it was read" for s in result.missing]
 
     def _note_all(self, now: float, begun: int) -> None:
         self._all_due = now + ALL_SECONDS
@@ -153,6 +164,7 @@ class Following:
         self._over &= there
         for writer in self._paces.keys() - there:
             del self._paces[writer]
+            self._problems.pop(writer, None)
         took = time.monotonic() - started
         self._list_due = now + max(self.interval, took / _LISTING_SHARE)
 

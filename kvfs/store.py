@@ -45,6 +45,7 @@ from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
 from kvfs.renewal import Renewer
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
+from kvfs.usage import Space
 from kvfs.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,8 @@ class Store(LocalStore):
         with self._lock:
             if self._writer is None or self._writer.pid != os.getpid():
                 check_alive(self.backend, self.uuid)
-                self._writer = Writer(self.backend, self.index, self.config, self.clock)
+                space = Space(self.backend, self.namespaces)
+                self._writer = Writer(self.backend, self.index, self.config, self.clock, space)
             return self._writer
 
     def reader(self) -> Reader:

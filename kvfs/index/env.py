@@ -258,7 +258,25 @@ def _after_fork() -> None:
     _lock = threading.Lock()
     for env in _open.values():
         env.abandon()
+    if _open:
+        _tell_lmdb_of_fork()
     _open.clear()
+
+
+def _tell_lmdb_of_fork() -> None:
+    """Lets this child open what its parent has open.
+
+    py-lmdb refuses to open the same files twice in a process, and takes its parent's for its own.
+    To close them here is no way out: that would take the slots of the parent's readers. So for it
+    the files become others, in this process and its children. (py-lmdb 1 looks at nothing, 2 looks
+    at paths and cannot be told: see pyproject.toml.)
+    """
+    try:
+        from lmdb import _envid
+    except ImportError:
+        return
+    known, pid = _envid.env_keys, os.getpid()
+    _envid.env_keys = lambda path, subdir: tuple((pid, key) for key in known(path, subdir))
 
 
 os.register_at_fork(after_in_child=_after_fork)
