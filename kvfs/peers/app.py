@@ -69,7 +69,7 @@ class SlotApp:
         self._turns = turns
         self._body_seconds = body_seconds
         self._window = window or ReplayWindow()
-        self._busy = 0
+        self.busy = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -136,9 +136,9 @@ class SlotApp:
             or (method == "PUT" and not target.anchor)
         ):
             raise Refusal(400, "no such request")
-        if self._busy >= self._turns:
+        if self.busy >= self._turns:
             raise Refusal(503, f"{self._turns} requests for slots are under way")
-        self._busy += 1
+        self.busy += 1
         try:
             pool = self._pool(target)
             if target.anchor is None:
@@ -147,7 +147,7 @@ class SlotApp:
                 return self._get(pool, target)
             return await self._put(pool, target, headers, receive)
         finally:
-            self._busy -= 1
+            self.busy -= 1
 
     def _pool(self, target: Target) -> SlotPool:
         pool = self._pools.get(target.nsid)
