@@ -139,7 +139,10 @@ class Backend(Protocol):
         ...
 
     def lend(self, memory: Memory) -> None:
-        """Tells of shared memory that reads may land in directly; until the backend is released."""
+        """Tells of shared memory that reads may land in directly; until the backend is released.
+
+        There a hole in a file may be an error, ENODATA, instead of zeros.
+        """
         ...
 
     def release(self) -> None:

@@ -11,7 +11,8 @@ for as long as the daemon lives, since until then it may write there; other I/O 
 
 When the daemon dies, I/O ends with ENOTCONN, and so does all on files opened before, until they are
 opened anew; rings and memory are made again at the first use after it returned. A hole reads as
-zeros, as in any file. Thread-safe; a forked child gets rings of its own.
+zeros, as in any file, but is an error (ENODATA) in memory that was lent: there only what was
+written is served. Thread-safe; a forked child gets rings of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvfs.backend import usrbio_layout as layout
 from kvfs.backend.base import Buffer, Memory, OpenFile
 from kvfs.backend.posix import PosixBackend
 from kvfs.backend.usrbio_ring import DaemonDead, Io
-from kvfs.backend.usrbio_session import BOUNCE_BYTES, Session
+from kvfs.backend.usrbio_session import BOUNCE_BYTES, READ, WRITE, Kind, Session
 from kvfs.filesystems import mount_of
 
 IO_SECONDS = 75.0
@@ -190,7 +191,7 @@ class ThreefsBackend:
 
     def _direct(self, session: Session, ios: list[Io]) -> list[int]:
         try:
-            return session.run(ios, read=True)
+            return session.run(ios)
         except DaemonDead:
             # Its end is known before the last of its threads has stopped, should somebody have
             # taken the mount from it: what it still writes must not meet the next owner's bytes.
@@ -205,7 +206,7 @@ class ThreefsBackend:
         with self._bounced(session, size) as lease:
             place = [(session.bounce.key, lease.offset, size)]
             ios = _split(place, handle.inode, offset, handle.chunk)
-            results = lease.run(ios, read=True)
+            results = lease.run(ios, READ)
             memory = session.bounce.view[lease.offset : lease.offset + size]
             got = self._told(file, offset, ios, results, [memory])
             _scatter(memory[:got], views)
@@ -226,16 +227,14 @@ class ThreefsBackend:
                 continue
             if result > io.length:
                 raise OSError(errno.EIO, f"{result} bytes for {io.length}", file.path)
-            if result < 0 and result != -errno.ENODATA:
+            if result < 0:
                 if done:
                     break
                 raise OSError(-result, os.strerror(-result), file.path)
-            have = max(result, 0)
-            hole = min(io.length, self._length(file) - io.offset) - have
-            if hole > 0:
-                _clear(views, done + have, hole)
-            done += have + max(hole, 0)
-            if have + max(hole, 0) < io.length:
+            hole = max(0, min(io.length, self._length(file) - io.offset) - result)
+            _clear(views, done + result, hole)
+            done += result + hole
+            if result + hole < io.length:
                 break
         return done
 
@@ -253,7 +252,7 @@ class ThreefsBackend:
             place = [(session.bounce.key, lease.offset, size)]
             ios = _split(place, handle.inode, offset, handle.chunk)
             done = 0
-            for io, result in zip(ios, lease.run(ios, read=False), strict=True):
+            for io, result in zip(ios, lease.run(ios, WRITE), strict=True):
                 if result < 0 and not done:
                     raise OSError(-result, os.strerror(-result), file.path)
                 done += max(result, 0)
@@ -353,8 +352,8 @@ class _Lease:
         self.unfinished = False
         """Some I/O may still use the range: it is kept."""
 
-    def run(self, ios: list[Io], *, read: bool) -> list[int]:
-        with self.session.ring(read) as ring:
+    def run(self, ios: list[Io], kind: Kind) -> list[int]:
+        with self.session.ring(kind) as ring:
             base, results = ring.run(ios, self.seconds)
             late = [base + i for i, r in enumerate(results) if r is None]
             if late:

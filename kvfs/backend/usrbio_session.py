@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import queue
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs.arena import Arena, Ranges
 from kvfs.backend import usrbio_layout as layout
@@ -34,9 +35,25 @@ from kvfs.backend.usrbio_ring import DaemonDead, Io, Ring
 PROBE_SECONDS = 0.5
 CALL_SECONDS = 5.0
 """How long the daemon may take to map memory, or to answer that it is there."""
-READ_ENTRIES, READ_DEPTH = 255, -16
-WRITE_ENTRIES = 63
 BOUNCE_BYTES = 16 << 20
+# What a mount without a daemon answers; anything else may pass.
+_GONE = frozenset({errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ESHUTDOWN})
+
+
+class Kind(NamedTuple):
+    """What a ring is for: how many I/Os it takes, in batches of what size, with which flags."""
+
+    read: bool
+    entries: int
+    depth: int
+    flags: int
+
+
+# Reads are done in pieces, so that the first blocks are there before the last. In memory that is
+# lent a hole is an error: what is served was written, and a removed chunk looks like a hole.
+DIRECT = Kind(True, 255, -16, layout.READ_UNCOMMITTED | layout.FORBID_HOLES)
+READ = Kind(True, 255, -16, layout.READ_UNCOMMITTED)
+WRITE = Kind(False, 63, 0, 0)
 
 
 def address_of(view: memoryview) -> int:
@@ -60,7 +77,7 @@ class Session:
         self._lent: tuple[tuple[int, int, bytes], ...] = ()
         self._links: list[str] = []
         self._arenas: list[Arena] = []
-        self._idle: dict[bool, deque[Ring]] = {True: deque(), False: deque()}
+        self._idle: dict[Kind, deque[Ring]] = {kind: deque() for kind in (DIRECT, READ, WRITE)}
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._handle = -1
@@ -113,8 +130,8 @@ class Session:
         if self._handle >= 0 and not self.dead:
             try:
                 fcntl.ioctl(self._handle, layout.IOCTL_VERSION, bytes(4))
-            except OSError:
-                self.dead = True
+            except OSError as e:
+                self.dead = e.errno in _GONE
 
     def _reap_idle(self) -> None:
         """Takes what came late from rings that nobody uses: memory waits for it."""
@@ -185,10 +202,9 @@ class Session:
                 return None
         return out
 
-    def _make_ring(self, read: bool) -> Ring:
-        size = RingShape.size_for(READ_ENTRIES if read else WRITE_ENTRIES)
-        flags = layout.READ_UNCOMMITTED | layout.FORBID_HOLES if read else 0
-        name = ring_name(uuid.uuid4(), read=read, depth=READ_DEPTH if read else 0, flags=flags)
+    def _make_ring(self, kind: Kind) -> Ring:
+        name = ring_name(uuid.uuid4(), read=kind.read, depth=kind.depth, flags=kind.flags)
+        size = RingShape.size_for(kind.entries)
         arena = Arena.create(size, directory=layout.SHM, tag="ring")
         self._arenas.append(arena)
         try:
@@ -204,24 +220,22 @@ class Session:
         return ring
 
     @contextmanager
-    def ring(self, read: bool) -> Iterator[Ring]:
+    def ring(self, kind: Kind) -> Iterator[Ring]:
         """A ring for one thread, within the block."""
         try:
-            ring = self._idle[read].pop()
+            ring = self._idle[kind].pop()
         except IndexError:
-            ring = self._call(lambda: self._make_ring(read))
+            ring = self._call(lambda: self._make_ring(kind))
         try:
             yield ring
         finally:
-            # Half of it waits for what does not come: better a fresh one.
-            if ring.in_flight < READ_ENTRIES // 2 if read else not ring.in_flight:
-                self._idle[read].append(ring)
-            elif ring.in_flight:
-                self.worn = True
+            self._idle[kind].append(ring)
+            if ring.in_flight > kind.entries // 2:
+                self.worn = True  # half of it waits for what does not come
 
-    def run(self, ios: list[Io], *, read: bool) -> list[int]:
-        """Does I/Os on registered memory, however long it takes. Raises DaemonDead."""
-        with self.ring(read) as ring:
+    def run(self, ios: list[Io]) -> list[int]:
+        """Reads into memory that was lent, however long it takes. Raises DaemonDead."""
+        with self.ring(DIRECT) as ring:
             _, results = ring.run(ios, float("inf"))
         return [r for r in results if r is not None]
 

@@ -1,0 +1,22 @@
+"""Runs a stand-in in the foreground: see the package."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvfs.testing.threefs.daemon import Daemon
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A local directory as a 3FS mount, for tests.")
+    parser.add_argument("backing")
+    parser.add_argument("point")
+    parser.add_argument("--chunk", type=int, default=1 << 20, help="bytes")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for which caches are valid")
+    parser.add_argument("--workers", type=int, default=4)
+    a = parser.parse_args()
+    Daemon(a.backing, a.point, chunk=a.chunk, seconds=a.seconds, workers=a.workers).run()
+
+
+if __name__ == "__main__":
+    main()
