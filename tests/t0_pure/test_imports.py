@@ -49,9 +49,10 @@ OWNERS = {
     "pyfuse3": {"kvfs.fuse", "kvfs.fuse_guard", "kvfs.fuse_write", "kvfs.mount"},
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
+    "vllm": {"kvfs.connectors"},
     "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.peers"},
 }
-HEAVY = {"click", "hypercorn", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio"}
+HEAVY = {"click", "hypercorn", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio", "vllm"}
 # The storage is reached through the backend, so that faults can be injected in one place.
 # The index lies on a local disk and takes care of its own files; arena and fetcher use memory;
 # benchmarks also measure what the file system does without kvfs.

@@ -1,0 +1,46 @@
+"""Which adapter a request uses, by content: an adapter's name may come to mean other weights.
+
+A digest over an adapter's files is computed on a thread of its own when the adapter is first seen;
+until it is known, requests with it are not cached. No vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvfs.connectors.vllm_identity import digest_files
+
+_FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
+
+
+class Adapters:
+    """Names of adapters for identities. For one thread."""
+
+    def __init__(self, cache: str | os.PathLike[str]) -> None:
+        """cache: directory where digests are kept."""
+        self._cache = cache
+        self._known: dict[str, Future[str]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvfs-adapters")
+
+    def __call__(self, lora_request: Any) -> str | None:
+        """Name and digest; "" for no adapter, None for one that cannot be told (yet).
+
+        lora_request: vLLM's LoRARequest or None.
+        """
+        if lora_request is None:
+            return ""
+        if getattr(lora_request, "load_inplace", False):
+            return None  # the files may have changed since vLLM read them
+        path = str(lora_request.lora_path)
+        if path not in self._known:
+            self._known[path] = self._pool.submit(digest_files, Path(path), _FILES, self._cache)
+        digest = self._known[path]
+        if not digest.done() or digest.exception() is not None or not digest.result():
+            return None
+        return f"{lora_request.lora_name}@{digest.result()}"
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)

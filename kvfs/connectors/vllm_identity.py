@@ -1,0 +1,193 @@
+"""What shapes the KV of a vLLM worker besides its layout: weights, configuration, code and rank.
+
+A model's name is never enough of an identity: the same directory may hold other weights tomorrow.
+Of a model hub the commit counts, of a local directory a digest over every byte of its weights. Such
+a digest is computed once for a file and kept beside the index, until the file's size, times or
+inode change.
+
+No vLLM is imported here; its configuration objects are looked at by attribute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvfs.connectors.vllm_layout import Layout
+from kvfs.errors import InputError
+from kvfs.layout import Identity, Partition
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
+    "tokenizer_config.json", "*.tiktoken",
+)  # fmt: skip
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHUNK = 8 << 20
+_THREADS = 4
+# A file changed within its clock's grain may change again without a trace.
+_RACY_SECONDS = 2.0
+# Of the configuration, what says where it came from or how it is run, not what is computed.
+_NO_PART = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "use_cache", "return_dict",
+     "output_attentions", "output_hidden_states", "torch_dtype", "dtype"}
+)  # fmt: skip
+
+
+def base_identity(
+    vllm_config: Any, layout: Layout, version: str, partition: Partition, *, weights: str,
+    tokenizer: str, salt: str, backend: str,
+) -> Identity:  # fmt: skip
+    """The identity of a worker's KV, for requests without salt and adapter of their own.
+
+    version: of vLLM; backend: names of the attention backends. Raises InputError.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    minor = ".".join(version.split(".")[:2])
+    dtypes = f"{_plain(model.dtype)},cache:{_plain(cache.cache_dtype)}"
+    return Identity(
+        model=os.path.basename(str(model.model).rstrip("/")) or "model",
+        weights=f"{weights} config:{config_digest(vllm_config)}",
+        tokenizer=tokenizer,
+        spans=layout.spans(),
+        row_bytes=layout.row_bytes,
+        record_format=f"vllm-{minor},{dtypes},{backend},layout:{layout.description}",
+        block_tokens=layout.block_tokens,
+        partition=partition,
+        salt=salt,
+    )
+
+
+def variant(identity: Identity, salt: str, adapter: str) -> Identity:
+    """The identity of requests with a `cache_salt` or an adapter (name and digest, "" for none)."""
+    if not salt and not adapter:
+        return identity
+    own = identity.salt
+    both = json.dumps([own, salt]) if own and salt else own or (salt and json.dumps([salt]))
+    return replace(identity, salt=both, adapter=adapter)
+
+
+def config_digest(vllm_config: Any) -> str:
+    """16 hex digits over what shapes the KV in the configuration of model and engine."""
+    model = vllm_config.model_config
+    facts: dict[str, Any] = {
+        "hf": _shaping(model.hf_config.to_dict()),
+        "quantization": _plain(getattr(model, "quantization", None)),
+        "scales": bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
+    }
+    if _stretches(facts["hf"]):
+        # vLLM derives such a RoPE from the longest prompt it was started for.
+        facts["max_model_len"] = model.max_model_len
+    data = json.dumps(facts, sort_keys=True, default=str)
+    return blake2b(data.encode(), digest_size=8).hexdigest()
+
+
+def _stretches(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        kinds = {value.get("rope_type"), value.get("type")}
+        return bool(kinds & {"dynamic", "longrope", "su"}) or any(map(_stretches, value.values()))
+    return False
+
+
+def _shaping(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _shaping(v) for k, v in value.items() if k not in _NO_PART}
+    return [_shaping(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def find_weights(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
+    """What the loaded weights are: a commit of a model hub, or a digest over local files.
+
+    cache: directory where digests are kept. Reads the weights, where no digest of them is kept.
+    Raises InputError if neither can be told.
+    """
+    model = vllm_config.model_config
+    if _plain(getattr(vllm_config.load_config, "load_format", "")).endswith("dummy"):
+        return f"dummy:{model.seed}"
+    path = Path(str(model.model))
+    if path.exists():
+        found = digest_files(path, _WEIGHTS, cache)
+        if found:
+            return found
+    for commit in (getattr(model.hf_config, "_commit_hash", None), model.revision):
+        if commit and _COMMIT.fullmatch(str(commit)):
+            return f"{model.model}@{commit}"
+    raise InputError(
+        f"the revision of the weights of {model.model} cannot be told: give `weights` in "
+        "kv_connector_extra_config"
+    )
+
+
+def find_tokenizer(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
+    """A digest over a local tokenizer. "none" where there is none: the requests' token ids count,
+    and the weights' revision covers what comes from a hub."""
+    model = vllm_config.model_config
+    path = Path(str(getattr(model, "tokenizer", None) or model.model))
+    return (digest_files(path, _TOKENIZER, cache) if path.exists() else "") or "none"
+
+
+def digest_files(path: Path, patterns: tuple[str, ...], cache: str | os.PathLike[str]) -> str:
+    """A digest over the names and bytes of a directory's files, or of one file; "" for none.
+
+    Raises InputError if one cannot be read.
+    """
+    files = [path] if path.is_file() else sorted({f for p in patterns for f in path.glob(p)})
+    if not files:
+        return ""
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = list(pool.map(lambda f: _digest_file(f, Path(cache)), files))
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror}") from e
+    names = json.dumps([[f.name, d] for f, d in zip(files, digests, strict=True)])
+    return f"xxh3:{xxhash.xxh3_128(names.encode()).hexdigest()}"
+
+
+def _digest_file(path: Path, cache: Path) -> str:
+    real = path.resolve()
+    stat = real.stat()
+    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+    note = cache / f"{blake2b(os.fsencode(real), digest_size=16).hexdigest()}.json"
+    try:
+        kept = json.loads(note.read_text())
+        if kept["state"] == state:
+            return str(kept["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    digest = xxhash.xxh3_128()
+    for chunk in _chunks(real):
+        digest.update(chunk)
+    if time.time() - stat.st_mtime > _RACY_SECONDS:
+        _keep(note, {"state": state, "digest": digest.hexdigest()})
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while n := file.readinto(buffer):
+            yield buffer[:n]
+
+
+def _keep(note: Path, data: dict[str, Any]) -> None:
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        scratch = note.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(data))
+        scratch.replace(note)
+    except OSError:
+        pass  # computed again the next time

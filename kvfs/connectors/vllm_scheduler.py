@@ -1,0 +1,389 @@
+"""The scheduler's half of the vLLM connector: how much is stored, what to load, what to store.
+
+A look-up asks this host's index, never the shared storage. What it finds is fetched into shared
+memory while the request waits in vLLM's queue, and only what has come and is verified is offered
+to vLLM: blocks that are damaged or late are computed, as if they had never been stored. Nothing
+here blocks or raises into the engine.
+
+Threads: vLLM calls from one thread; another one talks to the fetch process, a third follows the
+store's other writers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfs.chain import PrefixHasher, as_u32
+from kvfs.connectors.vllm_identity import variant
+from kvfs.connectors.vllm_layout import NULL_BLOCK, Group
+from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, WorkerNews
+from kvfs.connectors.vllm_settings import Settings
+from kvfs.errors import InputError, KvfsError
+from kvfs.fetcher.engine import Fetcher
+from kvfs.fetcher.ticket import Ticket
+from kvfs.following import Following
+from kvfs.layout import Identity
+from kvfs.namespace import Namespace
+from kvfs.plan import Plan
+from kvfs.store import Store
+
+log = logging.getLogger(__name__)
+_LOADS_A_REQUEST = 2
+"""Loads of one request that are tried, before all of it is computed."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A fetch under way: one ticket for each worker's namespace."""
+
+    first: int
+    end: int
+    until: float
+    tickets: Future[list[Ticket]]
+
+    def good(self) -> int | None:
+        """Blocks of the prefix that every worker has verified; None while that may still grow."""
+        if not self.tickets.done():
+            return None if time.monotonic() < self.until else 0
+        if self.tickets.exception() is not None:
+            return 0
+        tickets = self.tickets.result()
+        if not all(t.done for t in tickets) and time.monotonic() < self.until:
+            return None
+        return self.first + min((t.good for t in tickets), default=0)
+
+    def landed(self) -> list[Ticket]:
+        """The tickets, if the fetch process has answered."""
+        if not self.tickets.done() or self.tickets.exception() is not None:
+            return []
+        return self.tickets.result()
+
+    def release(self) -> None:
+        def let_go(future: Future[list[Ticket]]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                for ticket in future.result():
+                    ticket.release()
+
+        self.tickets.add_done_callback(let_go)
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one of vLLM's requests."""
+
+    request: Any
+    salt: str
+    adapter: str
+    hashers: list[tuple[Namespace, PrefixHasher]] = field(default_factory=list)
+    hashed: int = 0
+    plans: dict[bytes, Plan] = field(default_factory=dict)
+    fetch: _Fetch | None = None
+    start: int = 0
+    """Tokens vLLM had itself at the last look-up."""
+    loads: int = 0
+    saved: int = 0
+    """Leading blocks that need not be stored any more."""
+    told: int = 0
+    """Tokens the worker has been told."""
+    saving: bool = True
+    counted: bool = False
+
+    def release(self) -> None:
+        if self.fetch is not None:
+            self.fetch.release()
+            self.fetch = None
+
+
+class SchedulerSide:
+    """See the module docstring. `ready` hands over the workers' identities."""
+
+    def __init__(
+        self, settings: Settings, store: Store, groups: Sequence[Group], *, loads: bool,
+        saves: bool, adapters: Any,
+    ) -> None:  # fmt: skip
+        """loads, saves: the roles vLLM gave; adapters: name and digest of an adapter request, or
+        None while it is not known (kvfs.connectors.vllm_adapters)."""
+        self.settings = settings
+        self.store = store
+        self.groups = groups
+        self.loads = loads
+        self.saves = saves
+        self.stats = KvfsStats()
+        self.stored: list[tuple[Any, int, int]] = []
+        """(request, first block, end) of what was stored since the last look."""
+        self._adapters = adapters
+        self._identities: list[Identity] = []
+        self._requests: dict[str, _Request] = {}
+        self._finished: list[str] = []
+        self._pending: list[Load] = []
+        self._following = Following(store).start()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvfs-ask")
+        self._fetcher: Fetcher | None = None
+
+    def ready(self, identities: Sequence[Identity], fetcher: Fetcher | None) -> None:
+        """identities: of all workers; fetcher: None if the workers read themselves."""
+        self._identities = list(identities)
+        self._fetcher = fetcher
+
+    @property
+    def block_tokens(self) -> int:
+        return self._identities[0].block_tokens
+
+    # look-up
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Tokens behind the first `computed` that can be loaded; None: ask again."""
+        r = self._known(request)
+        if r is None or not self.loads or r.loads >= _LOADS_A_REQUEST:
+            return 0
+        try:
+            return self._matched(r, computed)
+        except KvfsError as e:
+            log.warning("%s: no look-up: %s", self.store.path, e)
+            return 0
+
+    def _matched(self, r: _Request, computed: int) -> int | None:
+        size, tokens = self.block_tokens, int(r.request.num_tokens)
+        if r.fetch is None:
+            stored = self._look_up(r)
+            most = min(stored, max(0, tokens - 1) // size)
+            r.start = computed
+            first = computed // size
+            if most <= first or most * size <= computed:
+                self._count_lookup(r, 0)
+                return 0
+            if self._fetcher is None:
+                self._count_lookup(r, most * size - computed)
+                return most * size - computed
+            r.fetch = self._begin(self._fetcher, r, first, most)
+        elif r.start != computed:  # vLLM's own cache has changed meanwhile
+            r.release()
+            return self._matched(r, computed)
+        good = r.fetch.good()
+        if good is None:
+            return None
+        hit = max(0, good * size - computed)
+        if good < r.fetch.end and not r.counted:
+            self._short(r, r.fetch, good)
+        self._count_lookup(r, hit)
+        if not hit:
+            r.release()
+        return hit
+
+    def _short(self, r: _Request, fetch: _Fetch, good: int) -> None:
+        """Less came than is stored: what is gone is forgotten, so that it can be stored again."""
+        self.stats.count("fetches_short")
+        r.saved = min(r.saved, good)
+        for (ns, hasher), ticket in zip(r.hashers, fetch.landed(), strict=False):
+            log.info("%s: %s", ns.name, ticket.reason)
+            if ticket.lasting:
+                block = ticket.first + ticket.good
+                self._pool.submit(self._report, ns, r.plans[ns.nsid], hasher, block)
+
+    def _report(self, ns: Namespace, plan: Plan, hasher: PrefixHasher, block: int) -> None:
+        try:
+            self.store.report_bad(ns, plan, hasher, block)
+        except KvfsError as e:
+            log.warning("%s: block %d cannot be forgotten: %s", ns.name, block, e)
+
+    def _count_lookup(self, r: _Request, hit: int) -> None:
+        if r.counted:
+            return
+        r.counted = True
+        self.stats.count("requests")
+        self.stats.count("hit_tokens", hit)
+        self.stats.count("miss_tokens", max(0, r.request.num_tokens - r.start - hit))
+
+    def _known(self, request: Any) -> _Request | None:
+        """The request's record; None if it is not cached at all."""
+        r = self._requests.get(request.request_id)
+        if r is None and self._identities:
+            adapter = self._adapters(request.lora_request)
+            if not cacheable(request) or adapter is None:
+                self.stats.count("requests_not_cacheable")
+                return None
+            r = _Request(request, request.cache_salt or "", adapter)
+            self._requests[request.request_id] = r
+        return r
+
+    def _look_up(self, r: _Request) -> int:
+        """Blocks that are stored for every worker. Fills in the plans."""
+        if not r.hashers:
+            r.hashers = [(ns, ns.hasher()) for ns in self._namespaces(r)]
+        if len(r.hashers) < len(self._identities):
+            return 0
+        ids = r.request.all_token_ids
+        fresh = as_u32(list(ids[r.hashed :]))
+        r.hashed = len(ids)
+        r.plans = {}
+        for ns, hasher in r.hashers:
+            hasher.extend(fresh)
+            r.plans[ns.nsid] = self.store.check(ns, hasher)
+        stored = min(p.stored_blocks for p in r.plans.values())
+        r.saved = stored
+        return stored
+
+    def _namespaces(self, r: _Request) -> list[Namespace]:
+        """The namespaces that exist; a worker makes those that do not, when it first stores."""
+        found = []
+        for identity in self._identities:
+            own = variant(identity, r.salt, r.adapter)
+            if self.store.catalog.known(own):
+                found.append(self.store.catalog.get(own, self.settings.ttl_class))
+        return found if len(found) == len(self._identities) else []
+
+    def _begin(self, fetcher: Fetcher, r: _Request, first: int, end: int) -> _Fetch:
+        seconds = self.settings.fetch_seconds
+
+        def ask() -> list[Ticket]:
+            return [
+                fetcher.fetch(
+                    ns,
+                    r.plans[ns.nsid],
+                    hasher,
+                    deadline=seconds,
+                    first=first,
+                    blocks=end - first,
+                )  # fmt: skip
+                for ns, hasher in r.hashers
+            ]
+
+        return _Fetch(first, end, time.monotonic() + seconds, self._pool.submit(ask))
+
+    # what the worker has to do
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
+        """vLLM has made room for `external` tokens that are to be loaded."""
+        r = self._requests.get(request.request_id)
+        if r is None or not external:
+            return
+        end = r.start + external
+        r.loads += 1
+        own = tuple(self._needed(tables, g, r.start, end) for g in self.groups)
+        whole = -(-end // self.block_tokens) * self.block_tokens
+        tokens = bytes(as_u32(list(request.all_token_ids[:whole])))
+        self._pending.append(
+            Load(request.request_id, r.start, end, r.salt, r.adapter, r.plans, tokens, own)
+        )
+
+    def _needed(
+        self, tables: Sequence[Sequence[int]], group: Group, start: int, end: int
+    ) -> list[int]:
+        """A group's block table of whole kvfs blocks, null where nothing is to be loaded."""
+        needed, own = group.needed(end), start // group.block_tokens
+        table = tables[group.index]
+        whole = -(-end // self.block_tokens) * self.block_tokens // group.block_tokens
+        return [table[i] if i >= own and i in needed else NULL_BLOCK for i in range(whole)]
+
+    def meta(self, output: Any) -> Meta:
+        """What the worker does in a step: vLLM's SchedulerOutput."""
+        meta = Meta(self._pending, [], self._finished)
+        self._pending, self._finished = [], []
+        if self.saves and self._identities:
+            for request, done in _progress(output):
+                if request in self._requests:
+                    self._requests[request].release()  # what was fetched is loaded
+                save = self._save(output, request, done)
+                if save is not None:
+                    meta.saves.append(save)
+        return meta
+
+    def _save(self, output: Any, request: str, done: int) -> Save | None:
+        r = self._requests.get(request)
+        if r is None or not r.saving:
+            return None
+        # Tokens behind the known ones are drafts, or not sampled yet: their blocks come later.
+        known = min(done + output.num_scheduled_tokens[request], r.request.num_tokens)
+        size = self.block_tokens
+        end = known // size
+        if end <= r.saved:
+            return None
+        tables = self._tables(output.kv_connector_block_state.get_block_ids(request), r.saved, end)
+        if tables is None:
+            # A window has passed over blocks that are not stored: nothing behind them can be.
+            r.saving = False
+            return None
+        if r.saved * size < r.told:
+            r.told = 0  # back to before what the worker knows
+        tokens = bytes(as_u32(list(r.request.all_token_ids[r.told : end * size])))
+        save = Save(request, r.saved, r.told == 0, r.salt, r.adapter, tokens, tables)
+        r.told, r.saved = end * size, end
+        return save
+
+    def _tables(
+        self, tables: Sequence[Sequence[int]] | None, first: int, end: int
+    ) -> tuple[list[int], ...] | None:
+        """The vLLM blocks of kvfs blocks first..end-1; None if one of them is not there."""
+        out = []
+        for group in self.groups:
+            n = self.block_tokens // group.block_tokens
+            table = list((tables or {group.index: ()})[group.index][first * n : end * n])
+            if len(table) != (end - first) * n or NULL_BLOCK in table:
+                return None
+            out.append(table)
+        return tuple(out)
+
+    # news
+
+    def heard(self, news: WorkerNews) -> None:
+        for request in news.failed:
+            r = self._requests.get(request)
+            if r is not None:
+                r.release()
+        for request, (first, end) in news.stored.items():
+            r = self._requests.get(request)
+            if r is not None:
+                self.stored.append((r.request, first, end))
+
+    def finished(self, request: Any) -> None:
+        r = self._requests.pop(request.request_id, None)
+        if r is None:
+            return
+        r.release()
+        self._finished.append(request.request_id)
+
+    def stop(self) -> None:
+        """Neither loads nor stores from now on: what the weights are is not known any more."""
+        self.loads = self.saves = False
+
+    def close(self) -> None:
+        for r in self._requests.values():
+            r.release()
+        self._requests.clear()
+        self._pool.shutdown(cancel_futures=True)
+        if self._fetcher is not None:
+            self._fetcher.close()
+        self._following.stop()
+        self.store.close()
+
+
+def cacheable(request: Any) -> bool:
+    """Whether a request's KV is a function of its tokens, salt and adapter.
+
+    Not so with images, sound or embeddings in the prompt: their tokens do not say which.
+    """
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and not request.mm_features
+        and request.pooling_params is None
+    )
+
+
+def _progress(output: Any) -> Iterable[tuple[str, int]]:
+    """(request, tokens computed before this step) of what runs in a step."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+
+
+def check_groups(groups: Sequence[Group], identity: Identity) -> None:
+    """Raises InputError if scheduler and worker do not speak of the same blocks."""
+    if any(identity.block_tokens % g.block_tokens for g in groups):
+        raise InputError(f"blocks of {identity.block_tokens} tokens do not hold whole vLLM blocks")

@@ -1,0 +1,73 @@
+"""What a user may say about kvfs in vLLM's `kv_connector_extra_config`, checked at the start.
+
+Plain data, no I/O; needs neither vLLM nor torch. A key that is unknown or of the wrong type is a
+mistake that would stay unnoticed for as long as the cache merely does not work, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvfs.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of the connector.
+
+    store          directory of the store (made with `kvctl init`)
+    index          directory of this host's indexes, "" for the usual place
+    ttl_class      TTL class of what is stored
+    weights        revision of the weights, "" to find it: the commit of the model hub, or a digest
+                   over the files of a local directory
+    salt           tenant salt of all requests; a request's own `cache_salt` is added to it
+    block_tokens   tokens of a block; rounded up to a multiple of vLLM's own block
+    fetch          "process": the fetch process reads; "inline": this process does, for tests and
+                   small machines
+    fetch_seconds  a fetch that takes longer is given up, and what has come is used
+    arena_bytes    shared memory of a fetch process that has to be started
+    save_bytes     memory for blocks on their way to the store; what does not fit is not stored
+    flush_seconds  how long a process that ends waits for its last blocks to be stored
+    """
+
+    store: str
+    index: str = ""
+    ttl_class: str = "chatbot"
+    weights: str = ""
+    salt: str = ""
+    block_tokens: int = 128
+    fetch: str = "process"
+    fetch_seconds: float = 2.0
+    arena_bytes: int = 2 << 30
+    save_bytes: int = 256 << 20
+    flush_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.store:
+            raise InputError("kv_connector_extra_config needs `store`, the store's directory")
+        if self.fetch not in ("process", "inline"):
+            raise InputError(f"fetch is {self.fetch!r}; it can be process or inline")
+        for name in ("block_tokens", "arena_bytes", "save_bytes", "fetch_seconds"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name} must be positive, not {getattr(self, name)}")
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Settings:
+        """The settings of a mapping. Raises InputError for what is unknown, ill-typed or absent."""
+        kinds = {f.name: f.type for f in fields(cls)}
+        unknown = sorted(set(given) - set(kinds))
+        if unknown:
+            raise InputError(f"unknown setting {', '.join(unknown)}; known are {', '.join(kinds)}")
+        if "store" not in given:
+            raise InputError("kv_connector_extra_config needs `store`, the store's directory")
+        return cls(**{name: _typed(name, str(kinds[name]), v) for name, v in given.items()})
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    if kind == "float" and type(value) in (int, float):
+        return float(value)
+    if type(value).__name__ != kind:
+        raise InputError(f"setting {name} must be of type {kind}, not {type(value).__name__}")
+    return value

@@ -1,0 +1,272 @@
+"""The worker's half of the vLLM connector: blocks into the KV cache and out of it.
+
+Loads run on one thread, layer after layer, while the requests they are for are parked and others
+are computed; saves are copied to host memory within the step and stored on another thread. A save
+never makes a load wait: while loads are under way puts are held back, and what does not fit into
+the memory for saves is not stored. Nothing raises into the engine: a load that did not bring every
+block verified is a failed one, and vLLM computes the tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvfs.chain import PrefixHasher
+from kvfs.connectors.vllm_identity import variant
+from kvfs.connectors.vllm_layout import NULL_BLOCK, Layout
+from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, WorkerNews
+from kvfs.connectors.vllm_settings import Settings
+from kvfs.errors import KvfsError
+from kvfs.fetcher.engine import Fetcher
+from kvfs.layout import Identity
+from kvfs.namespace import Namespace
+from kvfs.plan import Plan
+from kvfs.store import Store
+
+log = logging.getLogger(__name__)
+_HOLD_SECONDS = 1.0
+"""Puts are held back so long at most, however many loads there are."""
+
+
+class WorkerSide:
+    """See the module docstring. Its public methods are for vLLM's thread."""
+
+    def __init__(
+        self, settings: Settings, store: Store, identity: Identity, layout: Layout,
+        fetcher: Fetcher | None,
+    ) -> None:  # fmt: skip
+        """fetcher: None to read in this process."""
+        self.settings = settings
+        self.store = store
+        self.identity = identity
+        self.layout = layout
+        self._fetcher = fetcher
+        self._lock = threading.Lock()
+        self._stats = KvfsStats()
+        self._news = WorkerNews()
+        self._loaded: dict[str, bool] = {}
+        self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[tuple[Save, Any] | str | None] = queue.SimpleQueue()
+        self._loading = 0
+        self._waiting_bytes = 0
+        self._idle = threading.Event()
+        self._idle.set()
+        self._off: set[str] = set()
+        """Requests of which a block is missing in the store: what follows cannot be stored."""
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run_loads, name="kvfs-load", daemon=True),
+            threading.Thread(target=self._run_saves, name="kvfs-save", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # a step
+
+    def start_loads(self, meta: Meta) -> None:
+        for load in meta.loads:
+            with self._lock:
+                self._loading += 1
+                self._idle.clear()
+            self._loads.put(load)
+
+    def take_saves(self, meta: Meta) -> None:
+        """Copies the blocks of a step to host memory; what there is no room for is dropped."""
+        for save in meta.saves:
+            if save.anew:
+                self._off.discard(save.request)
+            if save.request not in self._off:
+                self._take(save)
+        for request in meta.finished:
+            self._off.discard(request)
+            self._saves.put(request)
+
+    def _take(self, save: Save) -> None:
+        blocks = len(save.tables[0]) // len(self.layout.slots(0, 0))
+        size = blocks * self.layout.row_bytes
+        with self._lock:
+            room = self._waiting_bytes + size <= self.settings.save_bytes
+            self._waiting_bytes += size if room else 0
+            if not room:
+                self._stats.count("saves_dropped_blocks", blocks)
+        if not room:
+            self._off.add(save.request)
+            return
+        self._saves.put((save, self.layout.gather(save.tables)))
+
+    def loaded(self) -> dict[str, bool]:
+        """Requests whose load ended since the last call, and whether all of it came."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, {}
+        return loaded
+
+    def news(self) -> WorkerNews | None:
+        with self._lock:
+            news, self._news = self._news, WorkerNews()
+        return news if news.stored or news.failed else None
+
+    def stats(self) -> KvfsStats | None:
+        with self._lock:
+            stats, self._stats = self._stats, KvfsStats()
+        return None if stats.is_empty() else stats
+
+    def _count(self, name: str, n: float = 1) -> None:
+        with self._lock:
+            self._stats.count(name, n)
+
+    def _namespace(self, salt: str, adapter: str) -> Namespace:
+        return self.store.create_namespace(
+            variant(self.identity, salt, adapter), default_class=self.settings.ttl_class
+        )
+
+    # loading
+
+    def _run_loads(self) -> None:
+        while (load := self._loads.get()) is not None:
+            began = time.monotonic()
+            try:
+                good = self._load(load)
+            except Exception as e:  # whatever it is, the tokens are computed
+                log.warning("%s: load failed: %s", load.request, e, exc_info=True)
+                good = False
+            self._count("loads")
+            self._count("load_seconds", time.monotonic() - began)
+            with self._lock:
+                self._loaded[load.request] = good
+                if not good:
+                    self._stats.count("loads_failed")
+                    self._news.failed.add(load.request)
+                self._loading -= 1
+                if not self._loading:
+                    self._idle.set()
+
+    def _load(self, load: Load) -> bool:
+        ns = self._namespace(load.salt, load.adapter)
+        plan = load.plans.get(ns.nsid)
+        first, end = self._blocks(load)
+        if plan is None:
+            return False
+        hasher = ns.hasher(load.tokens)
+        with self._rows(ns, plan, hasher, first, end) as rows:
+            if len(rows) < end - first:
+                return False
+            self._scatter(load, first, rows)
+        if self._fetcher is not None:
+            self.store.note_hit(ns, plan, hasher)
+        self._count("load_bytes", (end - first) * self.layout.row_bytes)
+        return self._whole
+
+    def _blocks(self, load: Load) -> tuple[int, int]:
+        """The kvfs blocks of which anything is loaded."""
+        n = [len(self.layout.slots(g, 0)) for g in range(len(self.layout.groups))]
+        end = len(load.tables[0]) // n[0]
+        starts = [
+            next((i for i, b in enumerate(table) if b != NULL_BLOCK), len(table)) // n[g]
+            for g, table in enumerate(load.tables)
+        ]
+        return min(starts), end
+
+    @contextmanager
+    def _rows(
+        self, ns: Namespace, plan: Plan, hasher: PrefixHasher, first: int, end: int
+    ) -> Iterator[list[Any]]:
+        """The rows of blocks first..end-1 that came and are verified, as uint8 tensors.
+
+        Sets `_whole` at the end: they were there for as long as they were looked at.
+        """
+        self._whole = True
+        if self._fetcher is None:
+            into = torch.empty(end * ns.row_bytes, dtype=torch.uint8)
+            got = self.store.fetch(ns, plan, hasher, into.numpy(), blocks=end)
+            if not got.complete:
+                log.info("%s: block %d: %s", ns.name, got.blocks, got.reason)
+            yield list(into.view(end, ns.row_bytes)[first : got.blocks])
+            return
+        with self._fetcher.fetch(
+            ns, plan, hasher, deadline=self.settings.fetch_seconds, first=first,
+            blocks=end - first,
+        ) as ticket:  # fmt: skip
+            good = ticket.wait()
+            if good < end - first:
+                log.info("%s: block %d: %s", ns.name, first + good, ticket.reason)
+            yield [_tensor(ticket.payload(first + i)) for i in range(good)]
+            self._whole = ticket.held
+
+    def _scatter(self, load: Load, first: int, rows: list[Any]) -> None:
+        for piece in self.layout.pieces:
+            table = load.tables[piece.group]
+            for i, row in enumerate(rows):
+                slots = self.layout.slots(piece.group, first + i)
+                self.layout.scatter(piece, row, table[slots.start : slots.stop])
+
+    # saving
+
+    def _run_saves(self) -> None:
+        hashers: dict[str, PrefixHasher] = {}
+        while (job := self._saves.get()) is not None:
+            if isinstance(job, str):
+                hashers.pop(job, None)
+                continue
+            save, rows = job
+            self._idle.wait(0 if self._closed else _HOLD_SECONDS)
+            try:
+                self._put(hashers, save, rows)
+            except Exception as e:
+                self._failed(save, e)
+            with self._lock:
+                self._waiting_bytes -= rows.numel()
+
+    def _put(self, hashers: dict[str, PrefixHasher], save: Save, rows: Any) -> None:
+        ns = self._namespace(save.salt, save.adapter)
+        hasher = hashers.get(save.request)
+        if save.anew or hasher is None:
+            hasher = hashers[save.request] = ns.hasher()
+        hasher.extend(save.tokens)
+        result = self.store.put(ns, hasher, rows.view(-1).numpy(), first_block=save.first)
+        self._count("stored_blocks", result.stored)
+        self._count("stored_bytes", result.bytes)
+        if result.error is not None:
+            return self._failed(save, result.error)
+        with self._lock:
+            first = self._news.stored.get(save.request, (save.first, 0))[0]
+            self._news.stored[save.request] = first, hasher.n_blocks
+
+    def _failed(self, save: Save, error: Exception) -> None:
+        log.warning("%s: not stored: %s", self.identity.name, error)
+        self._count("saves_failed")
+        self._off.add(save.request)
+
+    # the end
+
+    def close(self) -> None:
+        """Stores what is waiting, for `flush_seconds` at most, and leaves the store."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loads.put(None)
+        self._saves.put(None)
+        until = time.monotonic() + self.settings.flush_seconds
+        for thread in self._threads:
+            thread.join(max(0.1, until - time.monotonic()))
+        if self._fetcher is not None:
+            self._fetcher.close()
+        if not any(thread.is_alive() for thread in self._threads):
+            try:
+                self.store.close()
+            except KvfsError as e:
+                log.warning("%s: %s", self.store.path, e)
+
+
+def _tensor(payload: memoryview) -> Any:
+    with warnings.catch_warnings():  # that it is read-only, which is as it should be
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(payload, dtype=torch.uint8)

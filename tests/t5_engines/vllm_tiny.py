@@ -1,0 +1,139 @@
+"""Tiny models with random weights for vLLM, and a process that generates with one of them.
+
+Run as a script: one JSON object on standard input (see `generate`), one line of JSON on standard
+output that begins with RESULT. Not imported where vLLM is not installed, but for `MODELS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 1024
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    # Larger, so that to compute a prompt takes longer than to load it.
+    "llama_bench": {
+        "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 256},
+    # Two groups: every other layer slides.
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 128, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": _YARN,
+    },
+}  # fmt: skip
+
+
+def make(name: str, directory: Path, seed: int = 1234) -> Path:
+    """Writes a model's configuration and weights; what is there already stays."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path = directory / f"{name}-{seed}"
+    if (path / "model.safetensors").exists():
+        return path
+    fields = {**_BASE, **MODELS[name]}
+    config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, weights in model.named_parameters():
+            if weights.ndim >= 2:  # so large that a wrong KV cache is another token
+                weights.normal_(0, 0.08)
+            elif "sinks" in key:
+                weights.normal_(0, 1)
+    model.save_pretrained(path)
+    return path
+
+
+def prompt(length: int, seed: int = 7) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, VOCABULARY - 10) for _ in range(length)]
+
+
+def environment() -> None:
+    """What vLLM is told by environment variables. Before it is imported."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING",
+    )  # fmt: skip
+
+
+def engine(request: dict[str, Any]) -> Any:
+    """The vLLM engine of a request."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    given = dict(request.get("engine", {}))
+    if request.get("transfer"):
+        given["kv_transfer_config"] = KVTransferConfig(kv_role="kv_both", **request["transfer"])
+    return LLM(
+        model=request["model"], skip_tokenizer_init=True, enforce_eager=True,
+        disable_log_stats=False,
+        **{"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 4, "seed": 0,
+           "kv_cache_memory_bytes": 1 << 28, **given},
+    )  # fmt: skip
+
+
+def answers(llm: Any, prompts: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Greedy output of prompts that are given to the engine together."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True, logprobs=1
+    )
+    began = time.monotonic()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.monotonic() - began
+    return [
+        {
+            "cached": o.num_cached_tokens, "tokens": list(o.outputs[0].token_ids),
+            "logprobs": [round(next(iter(d.values())).logprob, 6) for d in o.outputs[0].logprobs],
+            "reason": o.outputs[0].finish_reason, "seconds": seconds,
+        }
+        for o in outputs
+    ]  # fmt: skip
+
+
+def metrics(llm: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        name, value = metric.name, getattr(metric, "value", None)
+        if value and ("kvfs" in name or "external_prefix" in name or "kv_offload" in name):
+            found[name] = found.get(name, 0) + value
+    return found
+
+
+def generate(request: dict[str, Any]) -> dict[str, Any]:
+    """model: directory; transfer: fields of KVTransferConfig; engine: more arguments of LLM;
+    rounds: lists of prompts ({"prompt_token_ids", "cache_salt"}), one list after the other;
+    tokens: to generate. Returns {"rounds": lists of answers, "metrics"}."""
+    llm = engine(request)
+    rounds = [answers(llm, prompts, request.get("tokens", 8)) for prompts in request["rounds"]]
+    result = {"rounds": rounds, "metrics": metrics(llm)}
+    llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+if __name__ == "__main__":
+    environment()
+    print("RESULT", json.dumps(generate(json.load(sys.stdin))), flush=True)
