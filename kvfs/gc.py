@@ -1,4 +1,4 @@
-"""GC: takes what has expired out of sight and, after a grace, off the disk. Whole segments only.
+"""GC: takes what has expired out of sight and, after a grace, off the disk; makes room.
 
 A pass, under the lease (one collector at a time):
 
@@ -7,12 +7,16 @@ A pass, under the lease (one collector at a time):
 3. sweep: each is looked at again in the very transaction that drops it, so that what a put renewed
    in between stays; the DROP entry tells the other hosts. Its file goes in a later pass: a fetch
    that is under way reads on
-4. segments that no journal tells of go when their own time to live, and a day, is over
-5. empty directories of past days go, and index rows of files that are gone
+4. where limits are exceeded the longest unused runs are evicted, and segments that are little used
+   are copied forward and dropped (kvfs.reclaim)
+5. segments that no journal tells of go when their own time to live, and a day, is over
+6. empty directories of past days go, and index rows of files that are gone
+7. a checkpoint is written if there is much to read without one, and journals go that nobody needs
 
-A crash after any step leaves what the next pass finds and finishes. Nothing is concluded from what
-is not there: an absent mount has no segments, but then the marker is absent as well. A file of a
-version that this code does not read is never touched. A check renews nothing.
+Copies and removals keep to the rates in the store's limits, which are read again and again
+meanwhile. A crash after any step leaves what the next pass finds and finishes. Nothing is concluded
+from what is not there: an absent mount has no segments, but then the marker is absent as well. A
+file of a version that this code does not read is never touched.
 
 Blocking; one Collector belongs to one thread.
 """
@@ -21,21 +25,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfs.config import check_alive
-from kvfs.errors import EXIT_OK, ConfigError, FormatError
+from kvfs.errors import EXIT_OK, BackendError, ConfigError, FormatError, SpaceError
 from kvfs.expiry import DAY_MS, Doomed, Expiry, Marked
+from kvfs.folding import Folded, fold
 from kvfs.frames import DropEntry, Entry
 from kvfs.index.apply import Applier
 from kvfs.index.schema import DROPPED, GONE, Segment
 from kvfs.index.wipe import forget, forget_cuts, mark_gone
 from kvfs.lease import SECONDS, Lease
+from kvfs.pace import Pace
+from kvfs.reclaim import Reclaim, Reclaimed
 from kvfs.record import PAGE
 from kvfs.scan import id_of, names, read_head, segment_paths, segment_version
 from kvfs.segment import VERSION
 from kvfs.store import Store
+from kvfs.writer import Writer
 
 # More than this share of a store of some size in one pass is more likely a wrong clock.
 MAX_SHARE = 0.5
@@ -75,6 +83,10 @@ class GcResult:
     """Segments of a version this code does not read yet."""
     refused: str | None = None
     """Why nothing was dropped, if a guard stepped in (`force` overrides it)."""
+    reclaimed: Reclaimed = field(default_factory=Reclaimed)
+    """What was evicted and copied forward."""
+    folded: Folded = field(default_factory=Folded)
+    """What became of journals and checkpoints."""
     problems: list[str] = field(default_factory=list)
     """What could not be read or removed; it is tried again in the next pass."""
 
@@ -101,7 +113,8 @@ class GcResult:
             ],
             "freed_bytes": self.freed_bytes, "spared": self.spared,
             "being_written": self.being_written, "in_grace": self.in_grace, "newer": self.newer,
-            "refused": self.refused, "problems": self.problems,
+            "refused": self.refused, **self.reclaimed.to_json(), **asdict(self.folded),
+            "problems": self.problems,
         }  # fmt: skip
 
 
@@ -112,9 +125,14 @@ class Collector:
         self, store: Store, *, dry_run: bool = False, force: bool = False,
         max_share: float = MAX_SHARE, min_segments: int = MIN_SEGMENTS,
         on_phase: OnPhase = lambda phase: None, sleep: Callable[[float], None] = time.sleep,
+        copy_rate: float | None = None, remove_rate: float | None = None,
+        copier: Writer | None = None,
     ) -> None:  # fmt: skip
         """dry_run: changes nothing; force: overrides the guards; max_share, min_segments: a pass
-        that would drop more than this share is refused, in a store of more segments than that."""
+        that would drop more than this share is refused, in a store of more segments than that;
+        copy_rate, remove_rate: bytes and files a second, in place of those in the store's limits;
+        copier: a writer for copies alone, default: one for the time of a pass.
+        """
         self.store = store
         self.backend = store.backend
         self.dry_run = dry_run
@@ -125,6 +143,15 @@ class Collector:
         self.sleep = sleep
         self._lease: Lease | None = None
         self._result = GcResult(dry_run)
+        self._pace = Pace(self.backend, copy_rate, remove_rate)
+        self._copier = copier
+
+    def _writer(self) -> Writer:
+        """A writer for copies alone: what is cold lies apart from what is put."""
+        if self._copier is None:
+            store = self.store
+            self._copier = Writer(self.backend, store.index, store.config, store.clock)
+        return self._copier
 
     def run(self, *, wait: bool = False) -> GcResult:
         """One pass. wait: stays for the grace and removes the files of what it dropped as well.
@@ -160,11 +187,32 @@ class Collector:
             return
         self._sweep(expiry, marked)
         self.on_phase("dropped")
+        given = self._copier
+        try:
+            self._reclaim(expiry)
+        finally:
+            if given is None and self._copier is not None:
+                self._copier.close()
+                self._copier = None
         # A journal that this code cannot read may tell of them.
         self._orphans(expiry.now_ms, complete=not followed.problems)
         if not self.dry_run:
             self._remove_directories(expiry.now_ms)
             self._tidy_index(expiry)
+            result.folded = fold(self.store, expiry.now_ms, result.problems)
+
+    def _reclaim(self, expiry: Expiry) -> None:
+        result, pace = self._result, self._pace
+        work = Reclaim(
+            self.store, self._writer, expiry, pace.limits(), pace.copies, self._step,
+            dry_run=self.dry_run,
+        )  # fmt: skip
+        try:
+            result.reclaimed = work.run()
+        except (SpaceError, BackendError) as e:
+            result.problems.append(str(e))
+        result.problems += result.reclaimed.moved.problems
+        result.in_grace += 0 if self.dry_run else len(result.reclaimed.cleaned)
 
     def _guard(self, marked: Marked, now_ms: int) -> str | None:
         if marked.newest_ms > now_ms + CLOCK_MS:
@@ -185,6 +233,7 @@ class Collector:
         check_alive(self.backend, self.store.uuid)
         if self._lease is not None:
             self._lease.check()
+        self._pace.refresh()
 
     # dropped segments: their files
 
@@ -205,6 +254,7 @@ class Collector:
         try:
             size = self.backend.size(path)
             if not self.dry_run:
+                self._pace.removals.take(1)
                 self.store.reader().forget(path)
                 self.backend.unlink(path)
         except FileNotFoundError:

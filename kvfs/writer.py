@@ -36,6 +36,7 @@ from kvfs.publisher import Publisher
 from kvfs.record import PAGE, RunBlocks
 from kvfs.segment import WRITER_BYTES
 from kvfs.segment_writer import SegmentWriter, Written
+from kvfs.usage import Space
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -51,14 +52,16 @@ class Writer:
 
     def __init__(
         self, backend: Backend, index: Index, config: StoreConfig,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time, space: Space | None = None,
     ) -> None:  # fmt: skip
+        """space: says whether there is room for what is put; None: for copies, which make room."""
         self.backend = backend
         self.config = config
         self.clock = clock
         self.id = secrets.token_bytes(WRITER_BYTES)
         self.name = writer_name(self.id)
         self.pid = os.getpid()
+        self.space = space
         self.full = False
         """The last store failed for want of space."""
         self._segments = SegmentWriter(
@@ -84,8 +87,14 @@ class Writer:
 
         The result must be handed to `publish`. Raises SpaceError, BackendError.
         """
+        need = len(payloads) * ns.stride
         if self.full:
-            self._refuse_while_full(len(payloads) * ns.stride)
+            self._refuse_while_full(need)
+        if self.space is not None:
+            try:
+                self.space.take(ns, need)
+            except OSError as e:
+                raise self._failed(e) from e
         return self._segments.write_run(ns, run, payloads, ttl_class, ttl_seconds, now_ms)
 
     def publish(

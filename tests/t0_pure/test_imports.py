@@ -28,10 +28,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
         " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.lease kvfs.findings"
-        " kvfs.renewal kvfs.throttle kvfs.limits kvfs.usage kvfs.merging kvfs.restating"
+        " kvfs.renewal kvfs.throttle kvfs.limits kvfs.usage kvfs.merging kvfs.restating kvfs.pace"
         " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
-        "kvfs.store kvfs.gc kvfs.expiry kvfs.occupancy kvfs.cleaner kvfs.eviction kvfs.housekeeping"
-        "  kvfs.fsck kvfs.rebuild kvfs.state"
+        "kvfs.store kvfs.gc kvfs.expiry kvfs.occupancy kvfs.cleaner kvfs.eviction kvfs.reclaim"
+        " kvfs.folding kvfs.housekeeping kvfs.fsck kvfs.rebuild kvfs.state"
         " kvfs.following kvfs.lag kvfs.systemd",
         "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",

@@ -1,0 +1,56 @@
+"""Journals into checkpoints: so that a new host reads minutes of history and not months.
+
+A checkpoint is written when the journals have grown by enough since the last one, or are many more;
+then journals go that nobody needs any more (kvfs.history). The caller holds the lease and has
+followed the journals. Blocking; writes and removes on the shared storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvfs import checkpoint
+from kvfs.errors import FormatError
+from kvfs.history import DEAD_MS, prune
+from kvfs.store import Store
+
+FOLD_BYTES = 16 << 20
+FOLD_JOURNALS = 256
+KEEP_MS = 86_400_000
+"""How long a host may be away and then go on where it was."""
+
+
+@dataclass(slots=True)
+class Folded:
+    """What was done."""
+
+    checkpoint: str | None = None
+    """Path of the checkpoint that was written."""
+    pruned: list[str] = field(default_factory=list)
+    """Paths of journals and checkpoints that were removed."""
+
+
+def fold(store: Store, now_ms: int, problems: list[str]) -> Folded:
+    """Writes a checkpoint if that is worth it, and removes what it makes needless. What the storage
+    refuses is noted in `problems`; the next pass tries again."""
+    folded = Folded()
+    backend = store.backend
+    try:
+        if _due(store):
+            name = store.writer().name
+            folded.checkpoint = checkpoint.write(backend, store.index, name, now_ms).path
+        if backend.names(checkpoint.DIRECTORY):
+            folded.pruned = prune(backend, store.uuid, now_ms, KEEP_MS, DEAD_MS)
+    except FormatError as e:
+        problems.append(str(e))
+    except OSError as e:
+        problems.append(f"{checkpoint.DIRECTORY}: {e.strerror or e}")
+    return folded
+
+
+def _due(store: Store) -> bool:
+    states = store.index.journals()
+    last = checkpoint.newest(store.backend, store.uuid)
+    covered = {} if last is None else {(m.writer_id, m.number): m.offset for m in last.marks}
+    grown = sum(max(0, s.offset - covered.get(key, 0)) for key, s in states.items())
+    return grown >= FOLD_BYTES or len(states.keys() - covered.keys()) >= FOLD_JOURNALS

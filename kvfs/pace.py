@@ -1,0 +1,42 @@
+"""How fast a housekeeper may go: the rates in the store's limits, read again while it works."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from kvfs.backend import Backend
+from kvfs.errors import KvfsError
+from kvfs.limits import Limits
+from kvfs.throttle import Bucket
+
+_REFRESH_SECONDS = 2.0
+
+
+class Pace:
+    """Two buckets, of copied bytes and of removed files. Belongs to one thread."""
+
+    def __init__(
+        self, backend: Backend, copy_rate: float | None = None, remove_rate: float | None = None
+    ) -> None:
+        """copy_rate, remove_rate: in place of those in the limits."""
+        self.copies = Bucket(copy_rate)
+        self.removals = Bucket(remove_rate)
+        self._backend = backend
+        self._fixed = copy_rate, remove_rate
+        self._limits = Limits()
+        self._looked: float | None = None
+
+    def limits(self) -> Limits:
+        """The store's limits as they are now. Raises FormatError, BackendError."""
+        self._limits = Limits.load(self._backend)
+        self._looked = time.monotonic()
+        self.copies.rate = self._fixed[0] or self._limits.copy_rate
+        self.removals.rate = self._fixed[1] or self._limits.remove_rate
+        return self._limits
+
+    def refresh(self) -> None:
+        """Takes over changed rates, if it is time to look. Raises nothing."""
+        if self._looked is None or time.monotonic() - self._looked > _REFRESH_SECONDS:
+            with contextlib.suppress(KvfsError):
+                self.limits()
