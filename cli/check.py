@@ -89,7 +89,7 @@ def command(
     """
     ids = tokens.read(path, inline, form)
     explanation = None
-    with _opened(settings, fully=catch_up or why) as (store, ns):
+    with opened(settings, fully=catch_up or why) as (store, ns):
         hasher = ns.hasher(ids)
         plan = store.check(ns, hasher)
         if why and plan.reason != "hit":
@@ -117,7 +117,7 @@ def _decision(ns: Namespace, plan: Plan) -> Decision | None:
 
 
 @contextlib.contextmanager
-def _opened(settings: Settings, *, fully: bool) -> Iterator[tuple[LocalStore, Namespace]]:
+def opened(settings: Settings, *, fully: bool) -> Iterator[tuple[LocalStore, Namespace]]:
     """The index alone if that will do, else everything: on a new host, for a new namespace."""
     with contextlib.ExitStack() as stack:
         store = None if fully else common.open_index(settings)

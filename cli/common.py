@@ -119,7 +119,7 @@ def pick_namespace(store: LocalStore, settings: Settings) -> Namespace:
     raise InputError(f"which namespace? Give --ns or KVFS_NAMESPACE; the store has {names}")
 
 
-def heading(store: Store, ns: Namespace) -> dict[str, str]:
+def heading(store: LocalStore, ns: Namespace) -> dict[str, str]:
     """What every JSON result of a command in a namespace begins with."""
     return {"store": store.path, "namespace": ns.name}
 

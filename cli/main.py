@@ -39,6 +39,7 @@ MAP: dict[str, dict[str, str]] = {
     "Use": {
         "check": "Say how much of a prompt is stored",
         "fetch": "Read the stored blocks of a prompt and verify them",
+        "fetcher": "Fetch for all engines of this host, until told to end",
         "put": "Store the blocks of a prompt",
     },
     "Look": {

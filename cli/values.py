@@ -14,6 +14,7 @@ else:
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
 _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_MILLISECONDS = {"": 1000, "ms": 1, "s": 1000, "m": 60000, "min": 60000}
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -48,4 +49,5 @@ class _Bytes(_Quantity):
 
 
 BYTES = _Bytes("size", _BYTES, "4M or 256MiB")
+MILLISECONDS = _Quantity("time", _MILLISECONDS, "2s or 500ms")
 DURATION = _Quantity("time", _SECONDS, "90s, 12h or 3d")

@@ -48,6 +48,7 @@ def _session_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeakGua
         patch.setenv("KVFS_INDEX", str(base / "index"))
         # A container's temporary directory is often on overlayfs, which an index refuses elsewhere.
         patch.setenv("KVFS_INDEX_FORCE", "1")
+        patch.setenv("KVFS_RUNTIME", str(base))
         patch.delenv("KVFS_STORE", raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(base / "config"))
         patch.setenv("XDG_CACHE_HOME", str(base / "cache"))

@@ -144,10 +144,10 @@ def start(path: str, options: Options) -> None:
         raise _why(done.returncode, done.stderr)
 
 
-def private(path: str, options: Options) -> FetchClient:
+def private(path: str, options: Options, *, timeout: float | None = None) -> FetchClient:
     """A client of a fetcher of its own, which ends when the client is closed or its process ends.
 
-    Raises ConfigError, NoStoreError, BackendError.
+    timeout: seconds it may take to start. Raises ConfigError, NoStoreError, BackendError.
     """
     ours, theirs = socket.socketpair()
     said = os.memfd_create("kvfs-said", os.MFD_CLOEXEC)  # not a pipe: nobody reads along
@@ -159,7 +159,7 @@ def private(path: str, options: Options) -> FetchClient:
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip
         try:
-            return FetchClient(ours, options.start_seconds, process)
+            return FetchClient(ours, timeout or options.start_seconds, process)
         except KvfsError:
             process.kill()
             code = process.wait()

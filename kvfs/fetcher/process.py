@@ -50,13 +50,16 @@ def run(
     """
     backend = backend or PosixBackend(path)
     store = load_config(backend).uuid
+    directory = backend.memory_directory() if options.shm is None else options.shm
     with _name(store, connection) as name:
-        arena = Arena.create(
-            options.arena_bytes + CONTROL_BYTES, directory=options.shm, tag=store.hex()[:12]
-        )
+        size = options.arena_bytes + CONTROL_BYTES
+        arena = Arena.create(size, directory=directory, tag=store.hex()[:12])
         try:
+            with contextlib.suppress(OSError):  # storage that is away is met again at each read
+                backend.lend(arena)
             _serve(arena, backend, store, options, name, connection, ready)
         finally:
+            backend.release()
             arena.close()
 
 

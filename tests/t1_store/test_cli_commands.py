@@ -375,7 +375,15 @@ def test_every_json_field_is_in_the_manual(stored: Path, cli_namespace: str) -> 
         "status": [kvctl_json("status")],
     }  # fmt: skip
     names = {name for commands in MAP.values() for name in commands}
-    assert names - set(outputs) == {"mount", "umount", "bench", "state", "serve"}
+    assert names - set(outputs) == {
+        "mount",
+        "umount",
+        "bench",
+        "state",
+        "serve",
+        "drain",
+        "fetcher",
+    }
     free = {"ns": {"identity"}, "version": {"packages"}} | dict.fromkeys(
         ("init", "ttl", "stats"), {"classes"}
     )
