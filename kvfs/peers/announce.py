@@ -51,6 +51,7 @@ class Announcer:
         self._interval = interval
         self._told: dict[bytes, _Told] = {}
         self._attached = 0.0
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvfs-announce", daemon=True)
 
@@ -79,6 +80,10 @@ class Announcer:
 
     def turn(self) -> int:
         """One look, on the caller's thread. Returns how many slots were told of."""
+        with self._lock:
+            return self._turn()
+
+    def _turn(self) -> int:
         now = time.monotonic()
         if not self._attached or now - self._attached >= ATTACH_SECONDS:
             self._attached = now

@@ -210,6 +210,8 @@ def _give(
         until = min(deadline, time.monotonic() + PUSH_SECONDS)
         pushed = client.push(peer.address, slot, until)
         if pushed.meta is None:
+            if time.monotonic() >= deadline:
+                return False  # which is no fault of the peer
             if not pushed.reason.startswith(BUSY):
                 peer.problem = pushed.reason
             continue

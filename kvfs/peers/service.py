@@ -40,13 +40,13 @@ class PeerService:
         self.pools = Pools(lambda: [ns.identity for ns in store.namespaces()], directory)
         self.app = SlotApp(self.pools, secret, self.address, turns=turns)
         self._server = SlotServer(self.app, self.pools, listener)
-        self._announcer = Announcer(store, self.pools, self.address, interval=interval)
+        self.announcer = Announcer(store, self.pools, self.address, interval=interval)
 
     def __enter__(self) -> PeerService:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.pools)
             stack.enter_context(self._server)
-            stack.enter_context(self._announcer)
+            stack.enter_context(self.announcer)
             self._stack = stack.pop_all()
         return self
 

@@ -13,17 +13,23 @@ from kvfs import presets
 from kvfs.layout import Identity
 from kvfs.peers.app import SlotApp
 from kvfs.peers.auth import Secret
+from kvfs.peers.client import PeerClient
+from kvfs.peers.load import Loaded, load_state
 from kvfs.peers.pools import Pools
 from kvfs.peers.server import SlotServer, address_of, bound
+from kvfs.peers.service import PeerService
 from kvfs.state.poolfile import Geometry
 from kvfs.state.slot import Anchor
 from kvfs.state.slots import SlotPool
+from kvfs.store import Store
 from kvfs.testing import command
 
 FLASH = presets.get("deepseek-v4.1-flash", weights="w", tokenizer="t")
 SWA = presets.get("tiny-swa", weights="w", tokenizer="t")
 KEY = "a secret of the tests that is long enough"
 SECRET = Secret(KEY.encode())
+L1 = 768
+"""Of a `prompt` that is stored: what may be hit of it."""
 
 
 def anchor(number: int) -> Anchor:
@@ -31,6 +37,11 @@ def anchor(number: int) -> Anchor:
     return Anchor(
         number.to_bytes(16, "big"), 128 * (number % 1000 + 1), (number + 1).to_bytes(16, "little")
     )
+
+
+def prompt(seed: int) -> list[int]:
+    """1,000 tokens: 7 whole blocks, of which 6 may be hit."""
+    return [(seed * 7_919 + i) % 60_000 for i in range(1000)]
 
 
 def data_of(key: Anchor, identity: Identity = FLASH) -> bytes:
@@ -68,6 +79,72 @@ def serving(
         app = SlotApp(pools, secret, address_of(listener), **options)
         with SlotServer(app, pools, listener, idle=idle) as server:
             yield server
+
+
+class Host:
+    """A host of a fleet in this process: a store with an index of its own, a pool, and a server."""
+
+    def __init__(self, store: Path, base: Path, *, slots: int = 16, serves: bool = True) -> None:
+        """store: made before; base: a new directory for what is this host's own; serves: whether
+        it has a pool and answers."""
+        base.mkdir()
+        self.shm = base / "shm"
+        self.shm.mkdir()
+        self._stack = contextlib.ExitStack()
+        opened = Store.open(store, index=str(base / "index"))
+        self.store = self._stack.enter_context(opened)
+        self.ns = self.store.create_namespace(SWA)
+        self.client = self._stack.enter_context(PeerClient(SECRET))
+        self.pool: SlotPool | None = None
+        if serves:
+            pool = SlotPool.open(SWA, budget(slots, SWA), directory=str(self.shm))
+            self.pool = self._stack.enter_context(pool)
+            self.start()
+
+    def start(self, listen: str = "127.0.0.1:0") -> None:
+        """Answers; tells what it has when `tell` is called, besides once at the start."""
+        service = PeerService(
+            self.store, listen, SECRET, directory=str(self.shm), interval=3600.0
+        )  # fmt: skip
+        self.service = service.__enter__()
+
+    def stop(self) -> None:
+        """Answers no more."""
+        self.service.__exit__(None, None, None)
+
+    @property
+    def slots(self) -> SlotPool:
+        assert self.pool is not None
+        return self.pool
+
+    def put(self, tokens: list[int], *positions: int) -> None:
+        """Stores the blocks of a prompt, and slots at some positions."""
+        blocks = len(tokens) // self.ns.block_tokens
+        self.store.put(self.ns, tokens, bytes(blocks * self.ns.row_bytes))
+        for position in positions:
+            key = Anchor.of(self.ns.hasher(tokens), position)
+            self.slots.write(key, data_of(key, SWA), rotation=position % 134)
+
+    def tell(self) -> None:
+        self.service.announcer.turn()
+
+    def load(self, tokens: list[int], seconds: float = 20.0) -> Loaded:
+        """What an engine here gets for a prompt; a slot has the right data, always."""
+        self.store.catch_up()
+        plan = self.store.check(self.ns, tokens)
+        loaded = load_state(
+            self.store, self.ns, plan, tokens, seconds, pool=self.pool, client=self.client
+        )
+        if loaded.slot is not None:
+            assert loaded.decision.slot == loaded.slot.meta.position
+            key = Anchor.of(self.ns.hasher(tokens), loaded.slot.meta.position)
+            assert loaded.slot.data == data_of(key, SWA), "bytes of another slot"
+        return loaded
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.stop()
+        self._stack.close()
 
 
 @contextlib.contextmanager
