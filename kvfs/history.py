@@ -55,7 +55,8 @@ def adopt(
     FormatError, OSError, IndexFault.
     """
     names = backend.names(DIRECTORY)
-    if not names or not (missing or _away(index, written_ms(names[-1]), now_ms)):
+    last = followed_ms(index)
+    if not names or (not missing and written_ms(names[-1]) + CLOCKS_MS <= last <= now_ms):
         return None
     whole = list(all_whole(backend, store))
     if not whole:
@@ -63,7 +64,7 @@ def adopt(
     newest = whole[-1]
     if _adopted(index) == newest.path and not missing:
         return None
-    if not (_away(index, whole[0].created_ms, now_ms) or _behind(index, newest, missing)):
+    if not (_away(last, whole[0].created_ms, now_ms) or _behind(index, newest, missing)):
         return None
 
     def work(applier: Applier) -> None:
@@ -81,10 +82,9 @@ def _adopted(index: Index) -> str:
     return index.query(lambda a: bytes(a.txn.get(META + _ADOPTED) or b"")).decode()
 
 
-def _away(index: Index, written: int, now_ms: int) -> bool:
-    """Says whether journals may have come and gone unseen, if those that are covered by a
-    checkpoint of this time may be removed."""
-    last = followed_ms(index)
+def _away(last: int, written: int, now_ms: int) -> bool:
+    """Says whether journals may have come and gone unseen since an index had read all of them, if
+    those that are covered by a checkpoint of this time may be removed."""
     if not last or last > now_ms + _AHEAD_MS:
         return True
     # Nothing is removed for the sake of a checkpoint that is younger than DEAD_MS.

@@ -120,6 +120,7 @@ class Store(LocalStore):
         try:
             remember(place, root, config.uuid.hex())
             store._count("namespaces_unreadable", len(store.catalog.seed(backend, config)))
+        path: a directory, or `posix:DIR` or `3fs:DIR` where its mount is not to tell the backend;
             if catch_up:
                 store.catch_up(progress)
                 if lost(backend, opened):
@@ -360,9 +361,8 @@ class Store(LocalStore):
         try:
             adopt(self.backend, self.index, self.uuid, begun)
             followed = follower.catch_up(progress=progress)
-            if followed.missing and adopt(
-                self.backend, self.index, self.uuid, begun, missing=followed.missing
-            ):
+            if followed.missing:
+                adopt(self.backend, self.index, self.uuid, begun, missing=followed.missing)
                 followed = follower.catch_up(progress=progress)
         except FormatError as e:
             raise BackendError(f"{self.path}: {e}") from e
