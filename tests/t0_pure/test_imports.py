@@ -50,7 +50,7 @@ OWNERS = {
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
     "vllm": {"kvfs.connectors"},
-    "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.peers"},
+    "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.peers", "kvfs.testing"},
 }
 HEAVY = {"click", "hypercorn", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio", "vllm"}
 # The storage is reached through the backend, so that faults can be injected in one place.
