@@ -101,7 +101,7 @@ def _settings(settings: Settings) -> Iterator[Fact]:
 
 
 def _store(settings: Settings) -> Iterator[Fact]:
-    from kvfs.backend import PosixBackend
+    from kvfs.backend.select import open_backend
     from kvfs.config import MARKER, load_config
     from kvfs.filesystems import filesystem_type
 
@@ -110,7 +110,7 @@ def _store(settings: Settings) -> Iterator[Fact]:
     except InputError:
         yield Fact("store", "note", "none named; give --store to have it looked at")
         return
-    backend = PosixBackend(path)
+    backend = open_backend(path)
     config = load_config(backend)
     yield Fact("store", "ok", f"{path}, {config.uuid.hex()}, on {filesystem_type(path)}")
     writable = os.access(path, os.W_OK)

@@ -72,12 +72,12 @@ def _open(settings: Settings) -> Store:
 
 def _throw_away(settings: Settings) -> None:
     """Removes an index that is of another format, or that cannot be opened at all."""
-    from kvfs.backend import PosixBackend
+    from kvfs.backend.select import open_backend
     from kvfs.config import load_config
     from kvfs.index.guard import throw_away
     from kvfs.index.place import default_root
 
-    uuid = load_config(PosixBackend(settings.store)).uuid
+    uuid = load_config(open_backend(settings.store)).uuid
     throw_away(os.path.join(settings.index or default_root(), uuid.hex()))
 
 

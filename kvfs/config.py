@@ -20,6 +20,7 @@ MARKER = "kvfs.json"
 DURABILITY = ("none", "batch", "always")
 FORMAT = 1
 _LIMIT = 1 << 20
+EXTENT = 64 << 20
 MIN_EXTENT, MAX_EXTENT = PAGE, 1 << 30
 DEFAULT_CLASSES = {"agent": 3 * 86400, "chatbot": 7 * 86400}
 _CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}\Z")
@@ -39,7 +40,7 @@ class StoreConfig:
     """
 
     uuid: bytes
-    extent: int = 64 << 20
+    extent: int = EXTENT
     segment_bytes: int = 256 << 20
     durability: str = "batch"
     classes: dict[str, int] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
@@ -47,6 +48,9 @@ class StoreConfig:
     """How long a removed segment's file stays for those who still read it: above any fetch."""
     renew_cap_seconds: float = RENEW_CAP_SECONDS
     """Hits alone never let a block live longer than this after it was written."""
+    own_extents: bool = False
+    """Each run begins an extent of its own, as do header and footer: for storage (3FS) whose
+    readers wait where something is being written into the same chunk."""
 
     def __post_init__(self) -> None:
         """Raises InputError for a value that cannot work."""
@@ -70,7 +74,7 @@ class StoreConfig:
             "kvfs": FORMAT, "uuid": self.uuid.hex(), "extent": self.extent,
             "segment_bytes": self.segment_bytes, "durability": self.durability,
             "classes": self.classes, "grace_seconds": self.grace_seconds,
-            "renew_cap_seconds": self.renew_cap_seconds,
+            "renew_cap_seconds": self.renew_cap_seconds, "own_extents": self.own_extents,
         }  # fmt: skip
         return (json.dumps(data, indent=1) + "\n").encode()
 

@@ -43,6 +43,12 @@ class Geometry:
         extent, index = divmod(slot - self.in_first, self.in_extent)
         return (extent + 1) * self.extent + index * self.stride
 
+    def next_extent(self, slot: int) -> int:
+        """The first slot of an extent, from this one on."""
+        if slot <= self.in_first:
+            return self.in_first if slot else 0
+        return slot + (self.in_first - slot) % self.in_extent
+
     def pieces(self, slot: int, count: int, most: int = 0) -> Iterator[tuple[int, int]]:
         """Yields (offset, records) for each contiguous stretch of `count` slots from `slot` on.
 

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from kvfs import chain
+from kvfs import chain, forking
+from kvfs.backend.select import path_of
 from kvfs.catalog import Catalog
 from kvfs.errors import InputError, KvfsError
 from kvfs.index import Index
@@ -43,6 +44,12 @@ class LocalStore:
         self._counters: dict[str, int] = {}
         self._flushed = time.monotonic()
         self._closed = False
+        forking.register(self)
+
+    def after_fork(self) -> None:
+        """The child counts on its own: its parent's counts are the parent's to add."""
+        self._lock = threading.RLock()
+        self._counters = {}
 
     @staticmethod
     def open_index(
@@ -55,7 +62,7 @@ class LocalStore:
         clock: as for Store.open. Raises ConfigError, IndexFault.
         """
         chain.self_test()
-        root = os.path.abspath(os.fspath(path))
+        root = path_of(path)
         place = index or default_root()
         uuid = recall(place, root)
         if uuid is None or not os.path.exists(os.path.join(place, uuid, "data.mdb")):

@@ -159,19 +159,25 @@ class SegmentWriter:
                 except OSError as e:
                     raise self.failed(e) from e
                 self._open[key] = segment
-            limit = max(1, segment.header.geometry.slots_within(self.config.segment_bytes))
-            count = min(blocks, limit - segment.slots)
-            slot = segment.slots
-            segment.slots += count
+            slot = self._next_slot(segment)
+            count = min(blocks, self._limit(segment) - slot)
+            segment.slots = slot + count
             segment.busy += 1
             return segment, slot, count
 
+    def _next_slot(self, segment: OpenSegment) -> int:
+        """Where the next run begins: in an extent that nobody else writes or reads, if need be."""
+        geometry = segment.header.geometry
+        return geometry.next_extent(segment.slots) if self.config.own_extents else segment.slots
+
+    def _limit(self, segment: OpenSegment) -> int:
+        return max(1, segment.header.geometry.slots_within(self.config.segment_bytes))
+
     def _worn(self, segment: OpenSegment, ttl_seconds: int) -> bool:
         h = segment.header
-        limit = max(1, h.geometry.slots_within(self.config.segment_bytes))
         return (
             segment.poisoned
-            or segment.slots >= limit
+            or self._next_slot(segment) >= self._limit(segment)
             or h.ttl_seconds != ttl_seconds
             or _day(h.created_ms) != _day(self.now_ms())
         )
@@ -180,9 +186,12 @@ class SegmentWriter:
         number, self._next = self._next, self._next + 1
         now = self.now_ms()
         path = segment_path(ttl_class, _day(now), ns.name, self.name, number)
+        geometry = Geometry.fit(ns.stride, self.config.extent)
+        if self.config.own_extents:  # the header too, which is read while the first run is written
+            geometry = Geometry.fit(ns.stride, self.config.extent, geometry.extent)
         header = Header(
             segment_id(self.id, number), ns.nsid, ns.identity.fingerprint,
-            Geometry.fit(ns.stride, self.config.extent), ns.row_bytes, now,
+            geometry, ns.row_bytes, now,
             ttl_class, ttl_seconds, self.config.uuid,
         )  # fmt: skip
         file = self.backend.create(path)
@@ -203,7 +212,9 @@ class SegmentWriter:
         geometry = segment.header.geometry
         self._reserve_room(segment, geometry.offset(slot + len(payloads) - 1) + geometry.stride)
         metas = encode_metas(ns.shape, run, now_ms, payloads)
-        pieces = list(geometry.pieces(slot, len(payloads), WRITE_BYTES))
+        # Where runs have extents of their own each is written by one call.
+        most = 0 if self.config.own_extents else WRITE_BYTES
+        pieces = list(geometry.pieces(slot, len(payloads), most))
         at = done = 0
         with _Ahead(metas, [n for _, n in pieces]) as encoded:
             for (offset, n), tails in zip(pieces, encoded, strict=True):
@@ -268,7 +279,8 @@ class SegmentWriter:
         g = segment.header.geometry
         used = max((e.slot + e.count for e in segment.entries), default=0)
         end = g.offset(used - 1) + g.stride if used else g.first
-        offset = -(-end // PAGE) * PAGE
+        unit = g.extent if self.config.own_extents else PAGE
+        offset = -(-end // unit) * unit
         # Room that was not needed, and torn records of a write that failed.
         self.backend.truncate(segment.file, offset)
         seed = int.from_bytes(segment.header.segment_id[:8], "little")

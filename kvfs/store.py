@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvfs import chain
-from kvfs.backend import Backend, PosixBackend
+from kvfs.backend import Backend
+from kvfs.backend.select import open_backend, path_of
 from kvfs.catalog import TtlClass, namespace_path
 from kvfs.config import (
+    EXTENT,
     MARKER,
     RENEW_CAP_SECONDS,
     StoreConfig,
@@ -67,34 +69,48 @@ class Store(LocalStore):
         self.config = config
         self._writer: Writer | None = None
         self._reader: Reader | None = None
+        self._owns_backend = False
         self._renewer = Renewer(self)
 
     @classmethod
     def init(
-        cls, path: str | os.PathLike[str], *, extent: int = 64 << 20,
+        cls, path: str | os.PathLike[str], *, extent: int | None = None,
         segment_bytes: int = 256 << 20, durability: str = "batch",
         classes: dict[str, int] | None = None, grace_seconds: float = 60.0,
-        renew_cap_seconds: float = RENEW_CAP_SECONDS, **open_options: Any,
+        renew_cap_seconds: float = RENEW_CAP_SECONDS, own_extents: bool | None = None,
+        **open_options: Any,
     ) -> Store:  # fmt: skip
-        """Makes a store in an empty or new directory and opens it (options as for `open`).
+        """Makes a store in an empty or new directory and opens it (path, options as for `open`).
+
+        extent, own_extents: see StoreConfig; by default as the storage has it.
 
         Raises ConfigError if the directory holds something, InputError for bad settings.
         """
-        root = os.path.abspath(os.fspath(path))
+        root = path_of(path)
+        given = open_options.pop("backend", None)
+        backend = given or open_backend(path)
         more = {} if classes is None else {"classes": dict(classes)}
-        config = StoreConfig(
-            secrets.token_bytes(16), extent, segment_bytes, durability,
-            grace_seconds=grace_seconds, renew_cap_seconds=renew_cap_seconds, **more,
-        )  # fmt: skip
-        backend = open_options.get("backend") or PosixBackend(root)
+
+        def settings() -> StoreConfig:
+            chunk = backend.chunk_bytes() if os.path.isdir(root) else None
+            return StoreConfig(
+                secrets.token_bytes(16), extent or chunk or EXTENT, segment_bytes, durability,
+                grace_seconds=grace_seconds, renew_cap_seconds=renew_cap_seconds,
+                own_extents=bool(chunk) if own_extents is None else own_extents, **more,
+            )  # fmt: skip
+
         try:
+            settings()  # nothing is made for settings that cannot work
             os.makedirs(root, 0o700, exist_ok=True)
             if backend.names(""):
                 raise ConfigError(f"{root}: not empty; a store begins in an empty directory")
-            backend.put_new(MARKER, config.encode())
+            backend.put_new(MARKER, settings().encode())
         except OSError as e:
             raise ConfigError(f"{root}: {e.strerror}") from e
-        return cls.open(root, **open_options)
+        finally:
+            if given is None:
+                backend.release()
+        return cls.open(path, backend=given, **open_options)
 
     @classmethod
     def open(
@@ -104,23 +120,24 @@ class Store(LocalStore):
     ) -> Store:  # fmt: skip
         """Opens a store and its local index, and applies what the journals have that it has not.
 
+        path: a directory, or `posix:DIR` or `3fs:DIR` where its mount is not to tell the backend;
         index: directory for this host's indexes (default: $KVFS_INDEX or the user's cache);
         clock: seconds since 1970; backend: for fault injection and other storage; catch_up: False
         leaves the journals unread; progress: called with entries applied.
         Raises NoStoreError, FormatError, ConfigError, BackendError, IndexFault.
         """
         chain.self_test()
-        root = os.path.abspath(os.fspath(path))
-        backend = backend or PosixBackend(root)
+        root, given = path_of(path), backend
+        backend = given or open_backend(path)
         config = load_config(backend)
         place = index or default_root()
         require_local(place)
         opened = Index(os.path.join(place, config.uuid.hex()), config.uuid, map_bytes=map_bytes)
         store = cls(root, backend, config, opened, clock)
+        store._owns_backend = given is None
         try:
             remember(place, root, config.uuid.hex())
             store._count("namespaces_unreadable", len(store.catalog.seed(backend, config)))
-        path: a directory, or `posix:DIR` or `3fs:DIR` where its mount is not to tell the backend;
             if catch_up:
                 store.catch_up(progress)
                 if lost(backend, opened):
@@ -157,6 +174,8 @@ class Store(LocalStore):
             self._writer.close()
         if self._reader is not None:
             self._reader.close()
+        if self._owns_backend:
+            self.backend.release()
 
     # namespaces and classes
 

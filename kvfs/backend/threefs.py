@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -36,6 +37,7 @@ from kvfs.backend.usrbio_ring import DaemonDead, Io
 from kvfs.backend.usrbio_session import BOUNCE_BYTES, READ, WRITE, Kind, Session
 from kvfs.filesystems import mount_of
 
+log = logging.getLogger(__name__)
 IO_SECONDS = 75.0
 """Longer than the daemon itself tries: 60 s."""
 _PIECE_BYTES = 4 << 20
@@ -113,7 +115,7 @@ class ThreefsBackend:
         self._sessions.add(session)
         try:
             for memory in self._memories:
-                session.lend(memory)
+                _lend(session, memory)
         except BaseException:
             session.close()
             raise
@@ -138,10 +140,10 @@ class ThreefsBackend:
         return layout.SHM
 
     def lend(self, memory: Memory) -> None:
-        session = self.session()
         with self._lock:
             self._memories.append(memory)
-            session.lend(memory)
+            if self._session is not None and self._session.usable:
+                _lend(self._session, memory)
 
     # open files
 
@@ -378,6 +380,14 @@ def _errors(path: str) -> Iterator[None]:
         if e.errno == errno.EBADF:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path) from e
         raise
+
+
+def _lend(session: Session, memory: Memory) -> None:
+    """Without it reads are copied, which is slower and no more."""
+    try:
+        session.lend(memory)
+    except OSError as e:
+        log.warning("%s cannot be lent to the 3FS client daemon: %s", memory.path, e)
 
 
 def _split(places: list[tuple[bytes, int, int]], inode: int, offset: int, chunk: int) -> list[Io]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHM = Path("/dev/shm")
-SHM_PREFIXES = ("kvfs", "sem.hf3fs-")
+SHM_PREFIX = "kvfs"
 FILE_SYSTEMS = ("fuse.kvfs", "fuse", "fuse.hf3fs")
 GRACE_SECONDS = 5.0  # a daemon exits a moment after its umount returned
 
@@ -110,9 +110,7 @@ class LeakGuard:
 
 
 def _shm_names() -> list[str]:
-    if not SHM.is_dir():
-        return []
-    return [name for name in os.listdir(SHM) if name.startswith(SHM_PREFIXES)]
+    return [name for name in os.listdir(SHM) if name.startswith(SHM_PREFIX)] if SHM.is_dir() else []
 
 
 def _stats() -> Iterator[tuple[int, tuple[str, int, int]]]:

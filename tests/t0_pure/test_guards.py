@@ -85,7 +85,7 @@ def test_a_thread_is_found(guard: LeakGuard) -> None:
 
 def test_unused_shared_memory_is_removed(guard: LeakGuard) -> None:
     before = guard.snapshot()
-    path = leaks.SHM / f"{leaks.SHM_PREFIXES[0]}-guard-{guard.marker}"
+    path = leaks.SHM / f"{leaks.SHM_PREFIX}-guard-{guard.marker}"
     path.write_bytes(b"x")
     assert guard.clean_up(before) == [f"shared memory {path}"]
     assert not path.exists()
@@ -94,7 +94,7 @@ def test_unused_shared_memory_is_removed(guard: LeakGuard) -> None:
 def test_shared_memory_in_use_is_left_alone(guard: LeakGuard) -> None:
     """It may be of another run on the same machine."""
     before = guard.snapshot()
-    path = leaks.SHM / f"{leaks.SHM_PREFIXES[0]}-guard-{guard.marker}"
+    path = leaks.SHM / f"{leaks.SHM_PREFIX}-guard-{guard.marker}"
     with path.open("wb"):
         assert guard.clean_up(before) == []
     path.unlink()
