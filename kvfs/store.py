@@ -90,21 +90,17 @@ class Store(LocalStore):
         given = open_options.pop("backend", None)
         backend = given or open_backend(path)
         more = {} if classes is None else {"classes": dict(classes)}
-
-        def settings() -> StoreConfig:
-            chunk = backend.chunk_bytes() if os.path.isdir(root) else None
-            return StoreConfig(
+        try:
+            chunk = backend.chunk_bytes()
+            config = StoreConfig(
                 secrets.token_bytes(16), extent or chunk or EXTENT, segment_bytes, durability,
                 grace_seconds=grace_seconds, renew_cap_seconds=renew_cap_seconds,
                 own_extents=bool(chunk) if own_extents is None else own_extents, **more,
             )  # fmt: skip
-
-        try:
-            settings()  # nothing is made for settings that cannot work
             os.makedirs(root, 0o700, exist_ok=True)
             if backend.names(""):
                 raise ConfigError(f"{root}: not empty; a store begins in an empty directory")
-            backend.put_new(MARKER, settings().encode())
+            backend.put_new(MARKER, config.encode())
         except OSError as e:
             raise ConfigError(f"{root}: {e.strerror}") from e
         finally:

@@ -134,7 +134,10 @@ class ThreefsBackend:
             session.close()
 
     def chunk_bytes(self) -> int | None:
-        return os.stat(self.root).st_blksize
+        path = self.root
+        while not os.path.isdir(path) and path != os.path.dirname(path):
+            path = os.path.dirname(path)  # the store's directory inherits its parent's
+        return os.stat(path).st_blksize
 
     def memory_directory(self) -> str | None:
         return layout.SHM

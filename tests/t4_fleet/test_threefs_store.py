@@ -1,0 +1,183 @@
+"""Stores on 3FS, by a stand-in: two hosts with caches of their own, daemons and clients that die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvfs.backend.threefs import ThreefsBackend
+from kvfs.fsck import fsck
+from kvfs.gc import Collector
+from kvfs.rebuild import rebuild
+from kvfs.store import Store
+from kvfs.testing.stock import Stock, tokens
+from kvfs.testing.threefs.host import Host, cluster, may_serve
+
+CHUNK = 64 << 10
+SECONDS = 20.0
+pytestmark = pytest.mark.skipif(bool(may_serve()), reason=may_serve() or "-")
+A, B, C = tokens(1, 40), tokens(2, 80), tokens(3, 400)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    with cluster(tmp_path, hosts=2, chunk=CHUNK) as made:
+        yield made
+
+
+@pytest.fixture
+def stock(hosts: list[Host]) -> Iterator[Stock]:
+    made = Stock.make(hosts[0].point / "kv", extent=None, durability="batch")
+    yield made
+    made.close()
+
+
+def other_host(stock: Stock, host: Host, tmp_path: Path) -> Store:
+    return Store.open(host.point / "kv", index=str(tmp_path / "index2"), clock=stock.clock)
+
+
+def second(stock: Stock, host: Host, tmp_path: Path) -> Stock:
+    store = other_host(stock, host, tmp_path)
+    stock.opened.append(store)
+    return Stock(store, store.namespace(stock.ns.nsid), stock.clock, [], stock.opened)
+
+
+def test_the_mount_tells_the_backend_and_its_chunk(stock: Stock) -> None:
+    assert isinstance(stock.store.backend, ThreefsBackend)
+    assert stock.store.config.extent == CHUNK and stock.store.config.own_extents
+
+
+def test_what_one_host_stores_the_other_finds_at_once(
+    stock: Stock, hosts: list[Host], tmp_path: Path
+) -> None:
+    there = second(stock, hosts[1], tmp_path)
+    for i in range(6):
+        prompt = tokens(10 + i, 40 + 60 * i)
+        stock.put(prompt)
+        # Names and lengths that the second host has seen are old for 30 s; its ring reads on.
+        there.store.catch_up()
+        assert there.good(prompt) == len(prompt) // 4
+    there.put(B)
+    stock.store.catch_up()
+    assert stock.good(B) == 20
+
+
+def test_runs_begin_in_extents_of_their_own(stock: Stock) -> None:
+    for prompt in (A, B, C):
+        stock.put(prompt)
+    runs = list(stock.store.index.all_runs(stock.ns.number))
+    segments = {s.number: s for s in stock.store.index.segments()}
+    starts = [segments[r.seg].geometry.offset(r.slot) for r in runs]
+    assert all(at % CHUNK == 0 and at >= CHUNK for at in starts)
+    assert len({(r.seg, at // CHUNK) for r, at in zip(runs, starts, strict=True)}) == len(runs)
+    assert all(s.geometry.first == CHUNK for s in segments.values())
+
+
+def test_rebuilt_and_checked_from_the_files_alone(
+    stock: Stock, hosts: list[Host], tmp_path: Path
+) -> None:
+    for prompt in (A, B, C):
+        stock.put(prompt)
+    there = second(stock, hosts[1], tmp_path)  # with a segment that is still open
+    rebuild(there.store)
+    assert [there.good(p) for p in (A, B, C)] == [10, 20, 100]
+    assert fsck(there.store).findings == []
+    again = stock.again()
+    assert [again.good(p) for p in (A, B, C)] == [10, 20, 100]
+
+
+def test_collected_on_one_host_and_gone_on_the_other(
+    stock: Stock, hosts: list[Host], tmp_path: Path
+) -> None:
+    there = second(stock, hosts[1], tmp_path)
+    stock.put(A)
+    there.store.catch_up()
+    assert there.good(A) == 10
+    hosts[1].set(gc_delay_s=0)
+    hosts[0].set(gc_delay_s=0)
+    stock.clock.now += 40 * 86400
+    stock.put(B)
+
+    def sleep(seconds: float) -> None:
+        stock.clock.now += seconds
+
+    Collector(stock.store, sleep=sleep).run(wait=True)
+    there.store.catch_up()
+    assert there.stored(A) == 0 and there.good(B) == 20
+
+
+@pytest.mark.parametrize("knobs", [
+    {"fail_every": 3, "fail_errno": 121}, {"fail_every": 2, "fail_errno": 5},
+    {"short_every": 3}, {"delay_ms": 5},
+], ids=str)  # fmt: skip
+def test_faults_give_a_good_prefix_or_a_miss(
+    stock: Stock, hosts: list[Host], knobs: dict[str, float]
+) -> None:
+    stock.put(C)
+    hosts[0].set(**knobs)
+    for _ in range(10):
+        stock.good(C)  # fails if a byte is wrong
+    stock.put(B)
+    hosts[0].set(fail_every=0, short_every=0, delay_ms=0)
+    stock.put(C)
+    stock.put(B)
+    assert stock.good(C) == 100 and stock.good(B) == 20
+
+
+def test_the_daemon_dies_and_comes_back(stock: Stock, hosts: list[Host]) -> None:
+    stock.put(C)
+    assert stock.good(C) == 100
+    hosts[0].kill()
+    began = time.monotonic()
+    assert stock.fetch(C)[0] == 0
+    assert stock.put(B).error is not None
+    assert time.monotonic() - began < 3
+    hosts[0].start()
+    began = time.monotonic()
+    while stock.good(C) < 100:
+        assert time.monotonic() - began < 5
+    while stock.put(B).error is not None:
+        assert time.monotonic() - began < 5
+    assert stock.good(B) == 20
+
+
+_CLIENT = """
+import os, sys
+from kvfs.store import Store
+from kvfs.testing.stock import Stock, tokens
+store = Store.open(sys.argv[1])
+stock = Stock(store, store.namespaces()[0], None)
+print("ready", flush=True)
+for i in range(10**9):
+    stock.put(tokens(100 + i % 50, 400))
+    stock.good(tokens(3, 400))
+"""
+
+
+def test_a_killed_client_leaves_nothing(stock: Stock, hosts: list[Host]) -> None:
+    stock.put(C)
+    stock.store.backend.release()
+    before = sorted(os.listdir("/dev/shm"))
+    for _ in range(3):
+        client = subprocess.Popen(
+            [sys.executable, "-c", _CLIENT, str(stock.store.path)], text=True,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert client.stdout is not None and client.stdout.readline() == "ready\n"
+        until = time.monotonic() + SECONDS
+        while len(hosts[0].links()) < 3:
+            assert client.poll() is None and time.monotonic() < until
+        client.kill()
+        client.wait()
+        client.stdout.close()
+        while hosts[0].links():
+            assert time.monotonic() < until, hosts[0].links()
+    left = [n for n in os.listdir("/dev/shm") if n not in before and n.startswith("kvfs")]
+    assert left == []
+    assert stock.good(C) == 100
