@@ -30,7 +30,7 @@ $(VENV)/.system: .ci/system-packages
 
 # Byte code is made at once: where PYTHONDONTWRITEBYTECODE is set it would never be.
 $(VENV)/.core: pyproject.toml $(VENV)/.system
-	$(PIP) -e '.[fuse,blake3]'
+	$(PIP) -e '.[fuse,serve,blake3]'
 	$(PY) -m compileall -q kvfs cli gpu
 	touch $@
 
@@ -77,7 +77,7 @@ install: .ci/system-packages ## install for all users: PREFIX=/usr/local SBINDIR
 	.ci/system-packages $(PYTHON)
 	$(PYTHON) -m venv $(LIBDIR)
 	rm -rf build  # setuptools would pack what an older version left there
-	$(LIBDIR)/bin/python -m pip --disable-pip-version-check install --quiet '.[fuse,blake3]'
+	$(LIBDIR)/bin/python -m pip --disable-pip-version-check install --quiet '.[fuse,serve,blake3]'
 	install -d $(PREFIX)/bin $(SBINDIR) $(PREFIX)/share/doc/kvfs
 	ln -sfn $(LIBDIR)/bin/kvfs $(PREFIX)/bin/kvfs
 	if [ -e $(PREFIX)/bin/kvctl ] && \

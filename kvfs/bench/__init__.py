@@ -8,6 +8,7 @@ timing     rows, and measuring cases in turns       place      temporary stores,
 synthetic  an index of millions of blocks           check      `check.*`
 payload    prompts of 1,022 blocks and their bytes  put        `put.*`
 fetch      `fetch.*`                                startup    `startup.*`
+state      `state.*`, from state_host               netns      two network namespaces and a link
 report     tables and JSON
 
 A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCHES.
@@ -15,4 +16,4 @@ A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCH
 
 from __future__ import annotations
 
-BENCHES = ("check", "put", "fetch", "startup")
+BENCHES = ("check", "put", "fetch", "startup", "state")

@@ -11,6 +11,7 @@ Threads: a connection belongs to one request at a time. Blocking, until the dead
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ class Connection:
         seen(into[: len(ahead)])
         done = looked = len(ahead)
         while done < len(into):
-            n = self._receive(into[done : looked + CHUNK], deadline)
+            n = self._receive(into[done : looked + CHUNK], deadline, socket.MSG_WAITALL)
             done += n
             if done - looked == CHUNK or done == len(into):
                 seen(into[looked:done])
@@ -106,10 +107,15 @@ class Connection:
         self._ahead = bytes(data[end + 4 :])
         return parse_head(bytes(data[:end]))
 
-    def _receive(self, into: memoryview, deadline: float) -> int:
+    def _receive(self, into: memoryview, deadline: float, flags: int = 0) -> int:
+        # The kernel's own timeout: with Python's, each call is two, and none waits for all of it.
+        left = _left(deadline)
         try:
-            self._socket.settimeout(_left(deadline))
-            n = self._socket.recv_into(into)
+            self._socket.setblocking(True)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left))
+            n = self._socket.recv_into(into, 0, flags)
+        except BlockingIOError:
+            raise PeerError("no answer: not in time") from None
         except OSError as e:
             raise PeerError(f"no answer: {_words(e)}") from None
         if not n:
@@ -143,6 +149,12 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise PeerError("not in time")
     return left
+
+
+def _timeval(seconds: float) -> bytes:
+    """At least a microsecond: zero would mean for ever."""
+    whole, part = divmod(max(1, int(seconds * 1e6)), 1_000_000)
+    return struct.pack("@ll", whole, part)
 
 
 def _words(error: OSError) -> str:

@@ -102,9 +102,7 @@ def test_what_does_not_fit_together_is_refused(host: Hosts) -> None:
     with pytest.raises(InputError, match="not of"):
         read(bundle.export(), other)
     strange = replace(bundle, tokens=bundle.tokens[:-4] + b"\1\0\0\0")
-    assert read(strange.export(), a.ns).slot is not None, (
-        "behind the slot: it is of the same prefix"
-    )
+    assert read(strange.export(), a.ns).slot is not None, "the change is behind the slot"
     strange = replace(bundle, tokens=b"\1\0\0\0" + bundle.tokens[4:])
     with pytest.raises(InputError, match="not of its tokens"):
         read(strange.export(), a.ns)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from kvfs.bench.netns import Side, Unavailable, pair
 from kvfs.peers.client import PeerClient, Pulled
 from kvfs.peers.wire import Holder
 from kvfs.state.slots import SlotPool
 from kvfs.store import Store
-from kvfs.testing.netns import Side, Unavailable, pair
 from kvfs.testing.peers import FLASH, SECRET, anchor, budget, data_of, kvctl_serve, pool_of
 
 assert FLASH.state is not None

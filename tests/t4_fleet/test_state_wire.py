@@ -337,7 +337,7 @@ def test_one_deadline_over_all_the_pieces(client: PeerClient) -> None:
     took = time.monotonic() - began
     stop.set()
     thread.join()
-    assert result == "no answer: not in time"
+    assert "not in time" in str(result)
     assert 0.29 < took < 5
     assert "away a moment ago" in str(pull(client, address))
 

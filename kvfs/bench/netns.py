@@ -1,4 +1,4 @@
-"""Two network namespaces with a link between them, for tests of what crosses hosts.
+"""Two network namespaces with a link between them, to measure and to test what crosses hosts.
 
 They have no names and belong to threads and descriptors of this process alone: when it ends,
 however it ends, they are gone. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and the command ip.

@@ -1,0 +1,197 @@
+"""PULL: a slot of DeepSeek-V4.1-Flash from another process, over a link between two namespaces.
+
+Beside it, in turns: the same bytes over the same link by plain TCP, on a connection that is open,
+into the same memory, looked at by nobody. Where this machine lets us make no network namespaces,
+both go over the loopback device, which the row says.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from kvfs.bench import netns
+from kvfs.bench.timing import Options, Row, compared, in_turns
+from kvfs.errors import ConfigError
+
+T = TypeVar("T")
+RUNS = 200
+RATE = 200
+"""Pulls a second of the row under load."""
+LOAD_PULLS = 5
+"""Of it for each run."""
+THREADS = 4
+REFERENCE = "the same bytes by plain TCP"
+MOST_TIMES_PLAIN = 2.0
+SECONDS = 5.0
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Yields the rows `state.pull*`. Raises ConfigError."""
+    runs = options.runs or RUNS
+    with ExitStack() as stack:
+        link = _Link(stack)
+        pull, plain = _Pull(link), _Plain(link)
+        stack.callback(pull.close)
+        stack.callback(plain.close)
+        options.progress("state.pull")
+        found = link.run(lambda: in_turns({"pull": pull.once, "plain": plain.once}, runs))
+        seconds, base, ratio = compared(found["pull"], found["plain"])
+        options.progress("state.pull.load")
+        load = link.run(lambda: _under_load(link, runs * LOAD_PULLS))
+    yield Row(
+        "state.pull", seconds, runs, f"a slot of {pull.size:,} bytes, verified, {link.what}",
+        ratio=ratio, ratio_limit=MOST_TIMES_PLAIN, reference=REFERENCE, reference_seconds=base,
+        figures={"bytes_per_second": pull.size / seconds, "share_of_plain": base / seconds},
+    )  # fmt: skip
+    took = sorted(load)
+    p99 = took[min(len(took) - 1, len(took) * 99 // 100)]
+    median = statistics.median(took)
+    yield Row(
+        "state.pull.load", median, len(took), f"the same at {RATE} pulls a second, from when each "
+        "was due", ratio=median / base, reference=REFERENCE, reference_seconds=base,
+        figures={"p99_seconds": p99, "slowest_seconds": took[-1]},
+    )  # fmt: skip
+
+
+class _Link:
+    """A process that has a slot, and where it is asked from."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._here: netns.Side | None = None
+        try:
+            there, self._here = stack.enter_context(netns.pair())
+            self.what, ip = "over a link between two network namespaces", there.ip
+            start: Callable[..., Any] = there.run
+        except netns.Unavailable as e:
+            self.what, ip = f"over the loopback device ({e})", "127.0.0.1"
+            start = _call
+        directory = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        words = [sys.executable, "-m", "kvfs.bench.state_host", ip, directory]
+        process = start(
+            subprocess.Popen, words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+        stack.callback(_end, process)
+        line = process.stdout.readline()
+        if not line:
+            said = process.stderr.read().decode(errors="replace").strip().splitlines()
+            raise ConfigError(f"no server of slots: {said[-1] if said else 'it ended'}")
+        addresses = json.loads(line)
+        self.slots: str = addresses["slots"]
+        self.plain: str = addresses["plain"]
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work() if self._here is None else self._here.run(work)
+
+    def start(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Begins it on a thread; returns what waits for its end."""
+        if self._here is not None:
+            wait: Callable[[], object] = self._here.start(work).result
+            return wait
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread.join
+
+
+class _Pull:
+    def __init__(self, link: _Link) -> None:
+        from kvfs.bench import state_host
+        from kvfs.peers.client import PeerClient
+        from kvfs.peers.wire import Holder
+
+        self._client = PeerClient(state_host.SECRET)
+        self._holder, self._anchor = Holder(link.slots), state_host.ANCHOR
+        self._identity = state_host.identity()
+        assert self._identity.state is not None
+        self._state = self._identity.state
+        self.size = self._state.slot_bytes
+        self._into = bytearray(self.size)
+
+    def once(self) -> float:
+        start = time.perf_counter()
+        pulled = self._client.pull(
+            self._holder, self._identity.nsid, self._anchor, self._state,
+            time.monotonic() + SECONDS, self._into,
+        )  # fmt: skip
+        seconds = time.perf_counter() - start
+        if pulled.slot is None:
+            raise ConfigError(f"a pull failed: {pulled.reason}")
+        return seconds
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _Plain:
+    def __init__(self, link: _Link) -> None:
+        from kvfs.peers.wire import split_address
+
+        connect = socket.create_connection
+        self._socket = link.run(lambda: connect(split_address(link.plain), SECONDS))
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._into = memoryview(bytearray(_Pull(link).size))
+
+    def once(self) -> float:
+        start = time.perf_counter()
+        self._socket.sendall(b"x")
+        done = 0
+        while done < len(self._into):
+            done += self._socket.recv_into(self._into[done:])
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _under_load(link: _Link, pulls: int) -> list[float]:
+    """Seconds of each pull, from the moment at which it was due."""
+    took: list[float] = []
+    numbers = iter(range(pulls))
+    lock = threading.Lock()
+    began = time.monotonic() + 0.05
+
+    def work() -> None:
+        pull = _Pull(link)
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                break
+            due = began + number / RATE
+            time.sleep(max(0.0, due - time.monotonic()))
+            pull.once()
+            took.append(time.monotonic() - due)
+        pull.close()
+
+    waits = [link.start(work) for _ in range(THREADS)]
+    for wait in waits:
+        wait()
+    return took
+
+
+def _call(work: Callable[..., T], *args: Any, **named: Any) -> T:
+    return work(*args, **named)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
