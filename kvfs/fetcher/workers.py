@@ -20,7 +20,7 @@ from kvfs.errors import KvfsError
 from kvfs.fetch import describe, lasting
 from kvfs.fetcher.core import Core
 from kvfs.fetcher.stretches import Stretch
-from kvfs.record import sound
+from kvfs.record import Landing, sound
 
 log = logging.getLogger(__name__)
 # Read so much at a time that the checksum finds it in the second-level cache: reading and checking
@@ -93,11 +93,12 @@ class Workers:
         readahead (cold, 116 MB: 43 ms by one thread, 53 ms by two in turns).
         """
         try:
+            landing = stretch.landing(self.core.arena)
             with self.files.use(stretch.path) as file:
-                ended = self._steps(stretch, file, self.backend.readv_cached, cached=True)
+                ended = self._steps(stretch, landing, file, self.backend.readv_cached, cached=True)
                 if ended is None and stretch.loaded < stretch.count:
                     with self._device:
-                        ended = self._steps(stretch, file, self._read)
+                        ended = self._steps(stretch, landing, file, self._read)
         except OSError as e:
             ended = self._failed(e)
         return ended or (None, False)
@@ -106,11 +107,12 @@ class Workers:
         return read_into(self.backend, file, buffers, offset)
 
     def _steps(
-        self, stretch: Stretch, file: OpenFile, read: _Read, *, cached: bool = False
-    ) -> _End | None:
+        self, stretch: Stretch, landing: Landing, file: OpenFile, read: _Read, *,
+        cached: bool = False,
+    ) -> _End | None:  # fmt: skip
         """Goes on reading and checking while `read` gives whole steps. Returns a bad end."""
-        stride, records = stretch.ns.stride, stretch.landing(self.core.arena).payloads
-        step = max(1, STEP_BYTES // stride)
+        stride, records = stretch.ns.stride, landing.payloads
+        step = max(1, STEP_BYTES // stride) if stretch.checked else stretch.count
         while stretch.loaded < stretch.count:
             if not stretch.refs and self.core.give_up(stretch):
                 return "cancelled", False
@@ -120,25 +122,16 @@ class Workers:
                 got = read(file, [view], stretch.place + first * stride)
             except ReadCut as e:
                 self.files.forget(stretch.path)
-                return self._check(stretch, first + e.read // stride) or self._failed(e)
+                return _check(stretch, landing, first + e.read // stride) or self._failed(e)
             if cached and got < len(view):
                 return None
-            bad = self._check(stretch, first + got // stride)
+            bad = _check(stretch, landing, first + got // stride)
             if bad is None and got < len(view):
                 self.files.forget(stretch.path)
                 bad = "short read", True
             if bad is not None:
                 return bad
         return None
-
-    def _check(self, stretch: Stretch, end: int) -> _End | None:
-        """Checks the records up to `end` and counts the sound ones as loaded."""
-        if not stretch.checked:
-            stretch.loaded = end
-            return None
-        landing = stretch.landing(self.core.arena)
-        stretch.loaded, reason = sound(landing, stretch.loaded, end)
-        return None if reason is None else (reason, True)
 
     def _failed(self, e: OSError) -> _End:
         """What an I/O error means. A store whose mount is away looks like all its segments gone."""
@@ -148,3 +141,12 @@ class Workers:
             except KvfsError:
                 return "backend down", False
         return describe(e), lasting(e)
+
+
+def _check(stretch: Stretch, landing: Landing, end: int) -> _End | None:
+    """Checks the records up to `end` and counts the sound ones as loaded."""
+    if not stretch.checked:
+        stretch.loaded = end
+        return None
+    stretch.loaded, reason = sound(landing, stretch.loaded, end)
+    return None if reason is None else (reason, True)
