@@ -55,6 +55,7 @@ MAP: dict[str, dict[str, str]] = {
         "drain": "Move this host's slots to other hosts, before it leaves",
         "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
         "gc": "Give back the room of what has expired or was evicted",
+        "limits": "Show and set how much a store may hold, and how fast it is cleaned",
         "fsck": "Read everything, verify it and report",
         "rebuild": "Make this host's index anew, from journals or stored blocks",
     },

@@ -103,16 +103,21 @@ class Space:
         began = self._clock()
         with contextlib.suppress(KvfsError):  # of a bad file the housekeeper tells
             self._limits = Limits.load(self._backend)
-        free, total = self._backend.free_bytes()
-        self._free = free - self._limits.reserve(total)
+        self._look_at_disk()
         if self._limits.bounded:
             self._usage = measure(self._backend)
             self._tenants = {ns.name: tenant_of(ns.identity) for ns in self._namespaces()}
         now = self._clock()
         self._due = now + max(REFRESH_SECONDS, (now - began) / _COST_SHARE)
 
+    def _look_at_disk(self) -> None:
+        free, total = self._backend.free_bytes()
+        self._free = free - self._limits.reserve(total)
+
     def _check(self, ns: Namespace, need: int) -> None:
         limits = self._limits
+        if need > self._free:
+            self._look_at_disk()
         if need > self._free:
             raise self._refused("the file system is full but for its reserve")
         if limits.capacity_bytes is not None:
@@ -135,5 +140,5 @@ class Space:
         # What is refused now may fit in a moment: a housekeeper is at work.
         self._due = min(self._due, self._clock() + 1.0)
         return SpaceError(
-            f"{self._backend.root}: {why}; stores are refused until there is room (kvctl gc)"
+            f"{self._backend.root}: no room: {why}; stores are refused until there is some (kvctl gc)"
         )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from kvfs import checkpoint, frames, journal, lease, presets, record, segment
+from kvfs import checkpoint, frames, journal, lease, limits, presets, record, segment
 from kvfs.catalog import namespace_path
 from kvfs.chain import PrefixHasher
 from kvfs.config import MARKER, StoreConfig
@@ -187,6 +187,7 @@ def test_directory_layout() -> None:
         journal.journal_path(writer, 7).replace("000007", number),
         f"{checkpoint.DIRECTORY}/<milliseconds>-{writer}.ckpt",
         lease.PATH,
+        limits.PATH,
     ]
 
 

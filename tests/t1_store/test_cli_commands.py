@@ -366,6 +366,7 @@ def test_every_json_field_is_in_the_manual(stored: Path, cli_namespace: str) -> 
         "show": [kvctl_json("show", "--ids", hash_of(PROMPT, 0))],
         "rm": [kvctl_json("rm", *ids)],
         "gc": [kvctl_json("gc")],
+        "limits": [kvctl_json("limits", "--namespace", f"{cli_namespace}=1G")],
         "fsck": [kvctl_json("fsck")],
         "rebuild": [kvctl_json("rebuild")],
         "replay": [kvctl_json("replay", "--limit", "3", "weka_claude_code_small")],
@@ -384,7 +385,8 @@ def test_every_json_field_is_in_the_manual(stored: Path, cli_namespace: str) -> 
         "drain",
         "fetcher",
     }
-    free = {"ns": {"identity"}, "version": {"packages"}} | dict.fromkeys(
+    quotas = {"namespaces", "used_namespaces", "tenants"}
+    free = {"ns": {"identity"}, "version": {"packages"}, "limits": quotas} | dict.fromkeys(
         ("init", "ttl", "stats"), {"classes"}
     )
     for name, printed in outputs.items():
