@@ -1,4 +1,4 @@
-"""Stores on 3FS, by a stand-in: two hosts with caches of their own, daemons and clients that die."""
+"""Stores on 3FS, by a stand-in: two hosts with caches of their own; daemons and clients die."""
 
 from __future__ import annotations
 
