@@ -23,15 +23,21 @@ MANUAL = {
 
     With --listen it also answers other hosts that ask for sliding-window state which this host
     has in memory, takes what they move here (kvctl-drain(1)), and publishes what is here, so that
-    checks of all hosts name it. It needs the packages of kvfs[serve]. The hosts prove to each
-    other that they have the same secret, 16 bytes or more; what is sent is not encrypted: give an
-    address of a network that only they are on.
+    checks of all hosts name it. It needs the packages of kvfs[serve].
 
     It tells systemd when it is ready, and ends with SIGTERM.
     """,
+    "Secret": """
+    Hosts prove to each other that they have the same secret, 16 bytes or more; nothing is told or
+    taken without. Their clocks may differ by 30 seconds. What is sent is not encrypted: give an
+    address of a network that only they are on. The secret is in one of:
+
+    --secret-file, KVFS_PEER_SECRET_FILE -- a file of this user or root that nobody else can read
+    KVFS_PEER_SECRET -- the environment, where no file is named
+    """,
     "JSON output": """
-    Nothing is printed while it serves, but an object with address (IP:PORT), with --listen, when
-    it answers; one object when it ends:
+    With --listen, when others can connect, an object with address (IP:PORT). One object when it
+    ends:
 
     turns -- looks at journals
     entries -- journal entries applied

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfs.cli import common, output
+from kvfs.cli import common, output, state_slots
 from kvfs.cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ MANUAL = {
     policies -- list of objects, one for each policy: policy, slots, bytes, share (of the bytes of
     the prompt's blocks), retry and turn (objects with tokens, cap, l1, hit_tokens, compute_tokens,
     slot, replay, reason), fork_lost, fork_replay; empty for a model without a sliding window
-    """,
+
+    """
+    + state_slots.JSON.lstrip(),
 }
 
 
@@ -59,6 +61,8 @@ MANUAL = {
     kvctl state policy --ns llama --tokens 8000 --json
     kvctl state pools
     kvctl state pools --remove
+    kvctl state slots --at 10.0.0.8:7420 --secret-file /etc/kvfs/secret
+    kvctl state pull --secret-file /etc/kvfs/secret prompt.u32
 """),
 )
 def command() -> None:
@@ -208,3 +212,7 @@ def _row(cost: Cost) -> tuple[str, ...]:
 def _work(decision: Decision) -> str:
     lost = decision.l1 - decision.hit_tokens
     return f"{lost:,} + {decision.replay_tokens:,}"
+
+
+command.add_command(state_slots.slots)
+command.add_command(state_slots.pull)

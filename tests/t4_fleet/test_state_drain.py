@@ -226,3 +226,30 @@ def test_kvctl(host: Hosts, fleet_store: Path, tmp_path: Path) -> None:
         last = json.loads(process.stdout.read())
         assert last["requests"]["put.201"] == 4
     b.start()
+
+
+def test_kvctl_shows_the_slots_here_and_there(host: Hosts, tmp_path: Path) -> None:
+    a, b = host("a"), host("b")
+    (tokens, _) = filled(a, 2)
+    b.store.catch_up()
+    words = ["--store", a.store.path, "--index", tmp_path / "b" / "index"]
+    there = ["--at", a.service.address]
+    with secret():
+        done = command.run("state", "slots", *words, "--slots", b.shm, *there, "--json")
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        assert sorted(slot["anchor"] for slot in found) == sorted(
+            meta.anchor.hex() for meta in a.slots.metas()
+        )
+        assert command.run("state", "slots", *words, "--slots", b.shm).stdout == b""
+        ids = ",".join(map(str, tokens))
+        pull = ["state", "pull", *words, "--slots", b.shm, "--deadline", "20", "--tokens"]
+        done = command.run(*pull, ids, "--json")
+        found = json.loads(done.stdout)
+        assert (done.returncode, found["source"]) == (0, a.service.address)
+        assert found["decision"]["hit_tokens"] == L1
+        a.slots.clear()
+        done = command.run(*pull, ids)
+        assert done.returncode == 3 and b"128 to replay" in done.stdout
+        assert b"not there" in done.stdout
+        done = command.run("state", "slots", *words, "--at", "127.0.0.1:1")
+        assert done.returncode == 9 and b"no connection" in done.stderr
