@@ -87,13 +87,16 @@ def command(
     if background:
         launch.start(settings.store, options)
         return
+    from kvfs.systemd import notify
+
     try:
         from kvfs.fetcher.process import run
     except ImportError as e:
         raise ConfigError(f"no Python package {e.name}; pip install 'kvfs[fetch]'") from None
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    run(settings.store, options)
+    run(settings.store, options, ready=lambda name: notify("READY=1"))
+    notify("STOPPING=1")
 
 
 def _ask(settings: Settings, question: str) -> None:
@@ -127,7 +130,7 @@ def _uuid(settings: Settings) -> bytes:
     if store is not None:
         with store:
             return store.uuid
-    from kvfs.backend import PosixBackend
+    from kvfs.backend.select import open_backend
     from kvfs.config import load_config
 
-    return load_config(PosixBackend(settings.store)).uuid
+    return load_config(open_backend(settings.store)).uuid

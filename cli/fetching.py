@@ -78,11 +78,11 @@ def direct(wanted: Wanted, sink: Sink) -> Found:
     """Reads and verifies in this process."""
     import numpy  # noqa: F401  # verifying needs it, and its import is not to be timed
 
-    from kvfs.backend import PosixBackend
+    from kvfs.backend.select import open_backend
     from kvfs.fetch import Reader
 
     found = Found()
-    reader = Reader(PosixBackend(wanted.store.path))
+    reader = Reader(open_backend(wanted.store.path))
     try:
         result = reader.fetch(
             wanted.ns, wanted.plan, wanted.hasher, blocks=wanted.blocks,

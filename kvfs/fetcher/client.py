@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 from kvfs.arena import Arena
@@ -114,12 +114,15 @@ class FetchClient:
     ) -> Ticket:  # fmt: skip
         """Asks for `blocks` blocks of a plan from block `first` on (default: what may be hit).
 
-        tokens: the request's, as for `check`; deadline: seconds from now; priority: 0 for a request
-        that waits, more for prefetches; checksums, identity: False leaves that check out, for
-        measuring or a trusted store. The ticket wants less if not all of it fits in the arena.
+        tokens: the request's, as for `check`; a hasher is used by whoever looks at the ticket, and
+        must not be extended meanwhile. deadline: seconds from now; priority: 0 for a request that
+        waits, more for prefetches; checksums, identity: False leaves that check out, for measuring
+        or a trusted store. The ticket wants less if not all of it fits in the arena.
         Raises InputError for arguments that do not fit, BusyError, and BackendError if the fetcher
         is gone or silent or the storage down.
         """
+        if isnan(deadline) or priority < 0:
+            raise InputError(f"deadline {deadline}, priority {priority}")
         until = time.monotonic() + deadline
         hasher = ns.as_hasher(tokens)
         wanted = max(0, plan.hit_blocks - first) if blocks is None else blocks

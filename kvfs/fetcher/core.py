@@ -70,7 +70,7 @@ class Core:
         self._free_slots = list(range(SLOTS))
         self._generations = [1] * SLOTS
         self._unfinished = 0
-        self._stopping = False
+        self.stopping = False
 
     def count(self, name: str, n: int = 1) -> None:
         with self._lock:
@@ -230,16 +230,18 @@ class Core:
         with self._lock:
             self._work.notify_all()
 
-    def take(self) -> Stretch | None:
-        """The next stretch to read; waits for one. None: the fetcher stops."""
+    def take(self, timeout: float | None = None) -> Stretch | None:
+        """The next stretch to read; waits for one. None: there was none in `timeout` seconds, or
+        the fetcher stops."""
         with self._lock:
-            while not self._stopping:
+            while not self.stopping:
                 while self._queue:
                     stretch = heapq.heappop(self._queue)[2]
                     if stretch.state == QUEUED:
                         stretch.state = READING
                         return stretch
-                self._work.wait()
+                if not self._work.wait(timeout):
+                    break
             return None
 
     def give_up(self, stretch: Stretch) -> bool:
@@ -349,7 +351,7 @@ class Core:
     def stop(self) -> None:
         """Ends the workers' waiting; what is queued is not read."""
         with self._lock:
-            self._stopping = True
+            self.stopping = True
             self._work.notify_all()
 
     def stats(self) -> dict[str, int]:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvfs.backend.select import split
 from kvfs.errors import BackendError, BusyError, ConfigError, KvfsError, NoStoreError
 from kvfs.fetcher.client import FetchClient
 
@@ -173,7 +174,9 @@ def private(path: str, options: Options, *, timeout: float | None = None) -> Fet
 
 def _command(path: str, options: Options, *more: str) -> list[str]:
     module = [sys.executable, "-m", "kvfs.fetcher"]
-    return [*module, os.path.abspath(path), *options.arguments(), *more]
+    kind, absolute = split(path)
+    place = absolute if kind is None else f"{kind}:{absolute}"
+    return [*module, place, *options.arguments(), *more]
 
 
 def _why(code: int, said: bytes) -> KvfsError:

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 import trio
 
 from kvfs.arena import Arena, Ranges
-from kvfs.backend import Backend, PosixBackend
+from kvfs.backend import Backend
+from kvfs.backend.select import open_backend
 from kvfs.config import load_config
 from kvfs.errors import BusyError, ConfigError
 from kvfs.fetcher.control import CONTROL_BYTES, ControlArea
@@ -48,7 +49,7 @@ def run(
     and other storage; ready: called once it serves, with the path of its socket or "". Raises
     BusyError if a shared one runs already, ConfigError, NoStoreError, BackendError.
     """
-    backend = backend or PosixBackend(path)
+    backend = backend or open_backend(path)
     store = load_config(backend).uuid
     directory = backend.memory_directory() if options.shm is None else options.shm
     with _name(store, connection) as name:
@@ -90,6 +91,7 @@ def _serve(
     workers = Workers(core, backend, store, options.threads or _threads(local), one_by_one=local)
     server = Server(core, arena.reader_fd(), workers.stalled_seconds, options.stall_seconds)
     sock = _listen(name) if connection is None else socket.socket(fileno=connection)
+    inode = _inode(name)
     # A worker that comes back from a read wants the interpreter at once, not in 5 ms.
     sys.setswitchinterval(0.0002)
     workers.start()
@@ -97,6 +99,8 @@ def _serve(
         trio.run(_main, server, options, name, sock, ready)
     finally:
         sock.close()
+        if name and _inode(name) == inode:
+            os.unlink(name)
         if not workers.stop(_STOP_SECONDS):
             # Threads that hang in the storage cannot be joined, and may still write to the arena.
             log.warning("the storage does not answer; leaving its readers to the kernel")
@@ -121,6 +125,14 @@ def _listen(name: str) -> socket.socket:
         raise ConfigError(f"{name}: {e.strerror or e}; set KVFS_RUNTIME") from e
     sock.listen(128)
     return sock
+
+
+def _inode(name: str) -> int:
+    """Of the socket at a path, or 0: the directory may be removed, or be another's by now."""
+    try:
+        return os.stat(name).st_ino
+    except OSError:
+        return 0
 
 
 async def _main(
@@ -167,13 +179,12 @@ def _pidfd(pid: int) -> Iterator[int]:
 
 async def _until_unused(server: Server, name: str, seconds: float | None) -> None:
     """Waits until nobody has used the fetcher for so long, or can find it any more."""
-    known = os.stat(name).st_ino
+    known = _inode(name)
     while True:
         await trio.sleep(_LOOK_SECONDS if seconds is None else min(_LOOK_SECONDS, seconds))
         if server.clients:
             continue
         idle = time.monotonic() - server.idle_since
-        found = os.stat(name).st_ino if os.path.exists(name) else -1
-        if found != known or (seconds is not None and idle >= seconds):
+        if _inode(name) != known or (seconds is not None and idle >= seconds):
             log.info("ending: no client for %.0f s", idle)
             server.stop()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from kvfs.backend import Backend, OpenFile, ReadCut, read_into
-from kvfs.backend.files import FileCache
+from kvfs.backend.files import IDLE_SECONDS, FileCache
 from kvfs.config import check_alive
 from kvfs.errors import KvfsError
 from kvfs.fetch import describe, lasting
@@ -75,7 +75,13 @@ class Workers:
 
     def _run(self) -> None:
         me = threading.get_ident()
-        while (stretch := self.core.take()) is not None:
+        while not self.core.stopping:
+            stretch = self.core.take(IDLE_SECONDS)
+            if stretch is None:
+                self.files.close_idle(
+                    IDLE_SECONDS
+                )  # or a file that was removed would take its room for ever
+                continue
             self._busy[me] = time.monotonic()
             try:
                 reason, last = self._load(stretch)

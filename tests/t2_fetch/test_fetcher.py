@@ -21,7 +21,7 @@ from kvfs.backend import PosixBackend
 from kvfs.errors import BackendError, BusyError, ConfigError, InputError, NoStoreError
 from kvfs.fetcher import client as client_module
 from kvfs.fetcher import core as core_module
-from kvfs.fetcher import launch, wire
+from kvfs.fetcher import launch, wire, workers
 from kvfs.fetcher.client import FetchClient, pieces_of
 from kvfs.fetcher.launch import Options
 from kvfs.fetcher.ticket import Ticket
@@ -213,6 +213,7 @@ def test_a_fetcher_that_is_told_to_end_leaves_clients_what_they_have(
         began = time.monotonic()
         end(client.fetcher_pid, signal.SIGTERM)
         assert time.monotonic() - began < 5
+        assert not os.path.exists(launch.socket_path(stock.store.uuid))
         eventually(client.gone)
         assert ticket.held and wrong(ticket, stock, prompt) is None
 
@@ -676,6 +677,25 @@ def test_running_out_of_descriptors_is_over_when_there_are_some_again(
         sock.settimeout(10)
         sock.sendall(wire.hello())
         assert wire.parse_welcome(sock.recv(100)) == os.getpid()
+
+
+def test_a_file_that_is_not_read_for_a_while_is_closed(
+    stock: Stock, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removed segment takes its room for as long as somebody has it open."""
+    monkeypatch.setattr(workers, "IDLE_SECONDS", 0.1)
+    prompt = stored(stock, 1, 50)
+    (path,) = stock.paths()
+    with ask(start().client(), stock, prompt) as ticket:
+        assert ticket.wait() == 49
+    stock.close()
+    os.unlink(path)
+    open_files = Path("/proc/self/fd")
+    eventually(lambda: not any(path in os.readlink(fd) for fd in _links(open_files)))
+
+
+def _links(directory: Path) -> list[Path]:
+    return [link for link in directory.iterdir() if link.is_symlink()]
 
 
 def test_checks_may_be_left_out(stock: Stock, start: Start) -> None:
