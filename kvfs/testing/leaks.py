@@ -10,6 +10,7 @@ To be called from the main thread only; it reads /proc and holds nothing between
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -106,11 +107,26 @@ class LeakGuard:
             return []
         gc.collect()
         used = {target for pid, _ in _stats() for target in _links(pid)}
-        return [name for name in new if str(SHM / name) not in used]
+        return [name for name in new if str(SHM / name) not in used and not _locked(name)]
 
 
 def _shm_names() -> list[str]:
     return [name for name in os.listdir(SHM) if name.startswith(SHM_PREFIX)] if SHM.is_dir() else []
+
+
+def _locked(name: str) -> bool:
+    """An arena is made without a name, so that its users do not show it; but its owner locks it."""
+    try:
+        fd = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _stats() -> Iterator[tuple[int, tuple[str, int, int]]]:

@@ -40,6 +40,8 @@ class Host:
         self._options = [f"--{name}={value}" for name, value in options.items()]
         self._log = point.with_suffix(".log")
         self._semaphores: list[str] = []
+        self.said = ""
+        """By a daemon that ended, about what it did."""
         self.process: subprocess.Popen[str] | None = None
         backing.mkdir(parents=True, exist_ok=True)
         point.mkdir(parents=True, exist_ok=True)
@@ -79,6 +81,7 @@ class Host:
             self.process.send_signal(number)
             self.process.wait(_SECONDS)
             assert self.process.stdout is not None
+            self.said = self.process.stdout.read()
             self.process.stdout.close()
             self.process = None
 

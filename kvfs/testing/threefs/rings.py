@@ -148,7 +148,7 @@ class Rings:
             "delay_ms": 0, "fail_every": 0, "fail_errno": errno.EIO, "short_every": 0,
             "drop_every": 0, "late_ms": 0, "gc_delay_s": 300,
         }  # fmt: skip
-        self.totals = {"batches": 0, "ios": 0, "bytes": 0, "seconds": 0.0}
+        self.totals = {"batches": 0, "reads": 0, "writes": 0, "bytes": 0, "read_cpu": 0.0}
         self._count = 0
         self._memories: dict[bytes, Shared] = {}
         self._rings: dict[str, ServedRing] = {}
@@ -195,13 +195,11 @@ class Rings:
 
     def _process(self, ring: ServedRing, first: int, count: int) -> None:
         try:
-            began = time.perf_counter()
             if self.knobs["delay_ms"]:
                 time.sleep(self.knobs["delay_ms"] / 1e3)
+            began = time.thread_time()
             results = [self._one(ring, ring.submission(first + i)[0]) for i in range(count)]
-            self.totals["seconds"] += time.perf_counter() - began
-            self.totals["batches"] += 1
-            self.totals["ios"] += count
+            self._add_up(ring, count, time.thread_time() - began)
             if None in results:  # one that is lost holds up its whole batch
                 if not self.knobs["late_ms"]:
                     return
@@ -211,6 +209,12 @@ class Rings:
             self._submitted[ring.shared.priority].post()  # more may have been queued meanwhile
         except Exception as e:
             print("ring:", repr(e), file=sys.stderr, flush=True)
+
+    def _add_up(self, ring: ServedRing, count: int, seconds: float) -> None:
+        self.totals["batches"] += 1
+        self.totals["reads" if ring.shared.read else "writes"] += count
+        if ring.shared.read:
+            self.totals["read_cpu"] += seconds
 
     def _every(self, knob: str) -> bool:
         return bool(self.knobs[knob]) and self._count % int(self.knobs[knob]) == 0
