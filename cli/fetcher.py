@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -93,6 +94,7 @@ def command(
         from kvfs.fetcher.process import run
     except ImportError as e:
         raise ConfigError(f"no Python package {e.name}; pip install 'kvfs[fetch]'") from None
+    faulthandler.register(signal.SIGUSR1)
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     run(settings.store, options, ready=lambda name: notify("READY=1"))
