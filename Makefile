@@ -18,7 +18,7 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow lint format bench man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-threefs lint format bench man install uninstall clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,6 +54,11 @@ test: $(VENV)/.test ## all tests but the slow ones
 test-slow: $(VENV)/.test ## the slow tests: crashes, long traces, many processes
 	$(PY) -m pytest -q -m slow $(PYTEST_ARGS) || { \
 	    status=$$?; [ $$status -eq 5 ] && echo "no slow test selected" || exit $$status; }
+
+test-threefs: $(VENV)/.test ## our rings beside 3FS's own library: KVFS_HF3FS_LIB=FILE, KVFS_HF3FS_DIR=DIR
+	test -n "$$KVFS_HF3FS_LIB" || { echo "set KVFS_HF3FS_LIB to libhf3fs_api_shared.so"; exit 2; }
+	$(PY) -m pytest -q -rs tests/t4_fleet/test_threefs_library.py \
+	    tests/t1_store/test_backend_contract.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
 	$(PY) -m ruff check .

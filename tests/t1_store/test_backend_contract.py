@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +29,21 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host | None]:
         yield host
 
 
-@pytest.fixture(params=["posix", "3fs", "faulty"])
+# A directory on a true 3FS mount to hold to the same contract.
+TRUE = os.environ.get("KVFS_HF3FS_DIR", "")
+
+
+@pytest.fixture(params=["posix", "3fs", "faulty", *(["true 3fs"] if TRUE else [])])
 def backend(request: pytest.FixtureRequest, tmp_path: Path, host: Host | None) -> Iterator[Backend]:
     made: Backend
+    if request.param == "true 3fs":
+        root = Path(TRUE) / f"kvfs-contract-{os.getpid()}-{tmp_path.name}"
+        root.mkdir()
+        made = ThreefsBackend(str(root))
+        yield made
+        made.release()
+        shutil.rmtree(root)
+        return
     if request.param == "3fs":
         if host is None:
             pytest.skip(may_serve())
