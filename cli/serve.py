@@ -96,6 +96,8 @@ def command(
 def _peers(
     settings: Settings, store: Store, listen: str, secret_file: str | None, options: dict[str, Any]
 ) -> PeerService:
+    import sys
+
     from kvfs.errors import ConfigError
     from kvfs.peers.auth import Secret
 
@@ -104,6 +106,8 @@ def _peers(
         from kvfs.peers.service import PeerService
     except ImportError as e:
         raise ConfigError(f"no Python package {e.name}; pip install 'kvfs[serve]'") from None
+    # Following runs beside it: who asks for a slot must not wait long for it.
+    sys.setswitchinterval(0.001)
     peers = PeerService(store, listen, secret, **options)
     if settings.as_json:
         output.json_line({"address": peers.address})

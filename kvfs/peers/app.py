@@ -1,8 +1,9 @@
 """The answers of a host that has slots: an ASGI application without a framework, six status codes.
 
 A request is believed only after its MAC, and costs next to nothing before: no pool is looked at, no
-body is read, no turn is taken. Then it needs one of a few turns, or is told to come again; each
-has a deadline, and a body must have the length of a slot. What is sent is a verified copy.
+body is read, no turn is taken. Then it needs one of a few turns, kept until the answer was sent, or
+is told to come again. A body has a deadline, and must have the length of a slot. What is sent is a
+verified copy.
 
 Awaits: runs on one event loop; reading a pool takes less than a millisecond and is done on it,
 writing may wait for a lock and is done in a thread. trio alone.
@@ -10,10 +11,11 @@ writing may wait for a lock and is done in a thread. trio alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import trio
@@ -82,16 +84,37 @@ class SlotApp:
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = _fields(scope["headers"])
         nonce: bytes | None = None
+        with contextlib.ExitStack() as turn:
+            try:
+                nonce = self._authenticate(scope, headers)
+                turn.enter_context(self._turn())
+                reply = await self._reply(scope, headers, receive)
+            except Refusal as e:
+                reply = Reply(e.status, str(e).encode())
+            except Exception:
+                log.exception("a request of another host failed; this is a bug of kvfs")
+                reply = Reply(500, b"internal error")
+            self.count(f"{scope['method'].lower()}.{reply.status}")
+            if not _may_have_body(scope):
+                await self._send(reply, nonce, send)
+                return
+            # hypercorn cannot end a request, nor close its connection, while what has come of the
+            # body fills its queue: nobody else would ever take it out.
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_discard, receive)
+                await self._send(reply, nonce, send)
+                nursery.cancel_scope.cancel()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One of a few requests at once, until its answer was sent. Raises Refusal."""
+        if self.busy >= self._turns:
+            raise Refusal(503, f"{self._turns} requests are under way")
+        self.busy += 1
         try:
-            nonce = self._authenticate(scope, headers)
-            reply = await self._reply(scope, headers, receive)
-        except Refusal as e:
-            reply = Reply(e.status, str(e).encode())
-        except Exception:
-            log.exception("a request of another host failed; this is a bug of kvfs")
-            reply = Reply(500, b"internal error")
-        self.count(f"{scope['method'].lower()}.{reply.status}")
-        await self._send(reply, nonce, send)
+            yield
+        finally:
+            self.busy -= 1
 
     def count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1
@@ -128,26 +151,18 @@ class SlotApp:
     async def _reply(self, scope: Message, headers: dict[str, str], receive: Receive) -> Reply:
         method, path = scope["method"], scope["path"]
         if method == "GET" and path == wire.STATUS_PATH:
-            return Reply(200, json.dumps({"pools": self._pools.status()}).encode())
+            found = await trio.to_thread.run_sync(self._pools.status)
+            return Reply(200, json.dumps({"pools": found}).encode())
         target = wire.parse_target(path, scope["query_string"].decode("latin-1"))
-        if (
-            target is None
-            or method not in ("GET", "PUT")
-            or (method == "PUT" and not target.anchor)
-        ):
+        if target is None or not (method == "GET" or (method == "PUT" and target.anchor)):
             raise Refusal(400, "no such request")
-        if self.busy >= self._turns:
-            raise Refusal(503, f"{self._turns} requests for slots are under way")
-        self.busy += 1
-        try:
-            pool = self._pool(target)
-            if target.anchor is None:
-                return Reply(200, b"".join(meta.encode() for meta in pool.metas()))
-            if method == "GET":
-                return self._get(pool, target)
-            return await self._put(pool, target, headers, receive)
-        finally:
-            self.busy -= 1
+        pool = self._pool(target)
+        if target.anchor is None:
+            metas = await trio.to_thread.run_sync(pool.metas)
+            return Reply(200, b"".join(meta.encode() for meta in metas))
+        if method == "GET":
+            return self._get(pool, target)
+        return await self._put(pool, target, headers, receive)
 
     def _pool(self, target: Target) -> SlotPool:
         pool = self._pools.get(target.nsid)
@@ -235,6 +250,19 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+def _may_have_body(scope: Message) -> bool:
+    names = {name.lower() for name, _ in scope["headers"]}
+    return not scope["http_version"].startswith("1.") or not names.isdisjoint(
+        {b"content-length", b"transfer-encoding"}
+    )
+
+
+async def _discard(receive: Receive) -> None:
+    """Takes what is left of a request, and of one that was closed: for as long as it is let."""
+    while True:
+        await receive()
 
 
 def _fields(raw: Any) -> dict[str, str]:

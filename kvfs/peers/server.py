@@ -113,8 +113,13 @@ class SlotServer:
             self.pools.let_go()
 
 
-def bound(address: str, *, any_interface: bool = False) -> socket.socket:
-    """A socket that listens on `IP:port`; port 0: any free one. Raises InputError, ConfigError."""
+def bound(
+    address: str, *, any_interface: bool = False, stuck: float = STUCK_SECONDS
+) -> socket.socket:
+    """A socket that listens on `IP:port`; port 0: any free one. Raises InputError, ConfigError.
+
+    stuck: seconds, see STUCK_SECONDS.
+    """
     host, port = split_address(address)
     if is_any(address) and not any_interface:
         raise ConfigError(
@@ -126,7 +131,7 @@ def bound(address: str, *, any_interface: bool = False) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit it: one whose peer takes nothing ends, frozen or cut off.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STUCK_SECONDS * 1000))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stuck * 1000))
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as e:

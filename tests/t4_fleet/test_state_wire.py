@@ -389,6 +389,12 @@ def test_nothing_is_unpickled() -> None:
             assert "torch.load" not in text, path
 
 
+def sockets() -> int:
+    """How many this process has open: those of the server and of who asks."""
+    names = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(name) and os.readlink(name).startswith("socket:") for name in names)
+
+
 def rss() -> int:
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -404,6 +410,7 @@ def put(body: bytes, length: int | None = None) -> bytes:
 
 ATTACKS = {
     "random bytes": os.urandom(65536),
+    "a body that nobody wants": put(bytes(4 << 20), 100 << 20),
     "a pickle": BOMB,
     "a pickle in a body": put(BOMB),
     "4 GiB announced": put(b"ab", 1 << 32),
@@ -428,19 +435,24 @@ def attack(server: SlotServer, data: bytes) -> socket.socket:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacks(server: SlotServer, client: PeerClient, name: str) -> None:
+def test_attacks(slots: Path, client: PeerClient, name: str) -> None:
     """The process lives, nothing is served, and a host of the fleet gets its slot meanwhile."""
-    with ExitStack() as stack:
-        for _ in range(20):
-            connection = stack.enter_context(attack(server, ATTACKS[name]))
-            connection.setblocking(False)
-            with suppress(BlockingIOError, ConnectionResetError):
-                assert b" 200 " not in connection.recv(65536)[:200]
-        assert isinstance(pull(client, server.address), Slot)
-    assert not {c for c in server.app.counters if c.endswith((".200", ".201", ".500"))} - {
-        "get.200"
-    }
-    assert server.app.counters["get.200"] == 1
+    with serving(slots, idle=1.0) as server:
+        before = sockets()
+        with ExitStack() as stack:
+            for _ in range(20):
+                connection = stack.enter_context(attack(server, ATTACKS[name]))
+                connection.setblocking(False)
+                with suppress(BlockingIOError, ConnectionResetError):
+                    assert b" 200 " not in connection.recv(65536)[:200]
+            assert isinstance(pull(client, server.address), Slot)
+        served = {c: n for c, n in server.app.counters.items() if not c.endswith((".401", ".400"))}
+        assert served == {"get.200": 1}
+        client.close()
+        deadline = soon()
+        while sockets() > before:
+            assert time.monotonic() < deadline, "connections of those who left are kept"
+            time.sleep(0.01)
 
 
 def test_a_thousand_idle_connections(slots: Path, client: PeerClient) -> None:
@@ -480,10 +492,58 @@ def test_a_body_that_does_not_come(slots: Path, client: PeerClient, tmp_path: Pa
             while not server.app.busy:
                 time.sleep(0.001)
             busy = pull(client, server.address)
-            assert busy == "busy: 1 requests for slots are under way"
+            assert busy == "busy: 1 requests are under way"
             connection.settimeout(SECONDS)
             assert b" 408 " in connection.recv(4096)
+        while server.app.busy:
+            time.sleep(0.001)
         assert isinstance(pull(client, server.address), Slot)
+
+
+def test_a_host_that_leaves_in_the_middle_of_its_slot(slots: Path, client: PeerClient) -> None:
+    with serving(slots, turns=1) as server:
+        key, now, before = anchor(1), int(time.time() * 1000), sockets()
+        with pool_of(slots, []) as pool:
+            slot = pool.read(key)
+        assert slot is not None
+        path, meta = wire.slot_path(FLASH.nsid, key), slot.meta.encode()
+        mac = SECRET.of_request("PUT", path, server.address, now, b"n" * 16, meta)
+        head = (
+            f"PUT {path} HTTP/1.1\r\nHost: {server.address}\r\nContent-Length: 1415040\r\n"
+            f"kvfs-time: {now}\r\nkvfs-nonce: {(b'n' * 16).hex()}\r\n"
+            f"kvfs-mac: {mac.hex()}\r\nkvfs-slot: {meta.hex()}\r\n\r\n"
+        )
+        with attack(server, head.encode() + bytes(slot.data[: 1 << 20])):
+            while not server.app.busy:
+                time.sleep(0.001)
+        deadline = soon()
+        while server.app.busy or sockets() > before:
+            assert time.monotonic() < deadline, "its turn is held, or its connection"
+            time.sleep(0.01)
+        assert isinstance(pull(client, server.address), Slot)
+
+
+def test_a_peer_that_takes_nothing(slots: Path, client: PeerClient) -> None:
+    """Somebody with the secret who asks for a slot and never reads it gives up his turn, too."""
+    with serving(slots, turns=1, stuck=1.0) as server:
+        path, now = wire.slot_path(FLASH.nsid, anchor(1)), int(time.time() * 1000)
+        mac = SECRET.of_request("GET", path, server.address, now, b"n" * 16, b"")
+        head = (
+            f"GET {path} HTTP/1.1\r\nHost: {server.address}\r\nkvfs-time: {now}\r\n"
+            f"kvfs-nonce: {(b'n' * 16).hex()}\r\nkvfs-mac: {mac.hex()}\r\n\r\n"
+        )
+        with socket.socket() as frozen:
+            frozen.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            frozen.connect(wire.split_address(server.address))
+            frozen.sendall(head.encode())
+            while not server.app.busy:
+                time.sleep(0.001)
+            assert pull(client, server.address) == "busy: 1 requests are under way"
+            deadline = soon()
+            while server.app.busy:
+                assert time.monotonic() < deadline, "it is held for ever"
+                time.sleep(0.01)
+            assert isinstance(pull(client, server.address), Slot)
 
 
 def test_a_server_that_was_started_anew_is_noticed(slots: Path) -> None:
