@@ -35,6 +35,7 @@ from kvfs.connectors.vllm_layout import groups_of, measure
 from kvfs.connectors.vllm_meta import Hello, KvfsPromMetrics, KvfsStats, Meta
 from kvfs.connectors.vllm_scheduler import SchedulerSide, check_groups
 from kvfs.connectors.vllm_settings import Settings
+from kvfs.connectors.vllm_window import loaded_group_ids
 from kvfs.connectors.vllm_worker import WorkerSide
 from kvfs.errors import InputError, KvfsError
 from kvfs.fetcher.engine import Fetcher
@@ -140,6 +141,10 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        # The connector keeps no slots yet, so a window that vLLM can replay is replayed.
+        return loaded_group_ids(self._kv_cache_config, 0, None)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -222,6 +227,10 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             finished_recving=set(loaded),
             failed_recving={request for request, good in loaded.items() if not good},
         )
+
+    def flush(self, seconds: float = 10.0) -> bool:
+        """Waits until the blocks of all steps so far are stored; for who measures or tests."""
+        return self._worker is None or self._worker.flush(seconds)
 
     def build_connector_worker_meta(self) -> Any:
         return None if self._worker is None else self._worker.news()

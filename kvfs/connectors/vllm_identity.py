@@ -24,8 +24,9 @@ from typing import Any
 import xxhash
 
 from kvfs.connectors.vllm_layout import Layout
+from kvfs.connectors.vllm_settings import Settings
 from kvfs.errors import InputError
-from kvfs.layout import Identity, Partition
+from kvfs.layout import Identity, Partition, Span
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 _TOKENIZER = (
@@ -130,6 +131,39 @@ def find_weights(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
         f"the revision of the weights of {model.model} cannot be told: give `weights` in "
         "kv_connector_extra_config"
     )
+
+
+def tier_identity(
+    spec: Any, row_bytes: int, key_tokens: int, settings: Settings, cache: Path, version: str
+) -> Identity:
+    """The identity of chunks that vLLM names itself, by keys of `key_tokens` times four bytes.
+
+    spec: vLLM's OffloadingSpec. A chunk holds the share of all ranks, so the number of ranks counts
+    and none is one's own. Raises InputError if the weights cannot be told.
+    """
+    config = spec.config
+    path, parallel = Path(config.model.name), config.parallel
+    weights = settings.weights or (digest_files(path, _WEIGHTS, cache) if path.exists() else "")
+    if not weights:
+        raise InputError(
+            f"the revision of the weights of {config.model.name} cannot be told: give `weights` "
+            "in the tier's settings"
+        )
+    shape = {
+        "groups": [[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in config.groups],
+        "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
+        "ranks": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
+    }
+    digest = blake2b(json.dumps(shape).encode(), digest_size=8).hexdigest()
+    files = digest_files(path, ("config.json",), cache) if path.exists() else ""
+    minor = ".".join(version.split(".")[:2])
+    return Identity(
+        model=path.name or "model", weights=f"{weights} config:{files or 'none'}",
+        tokenizer="none", spans=(Span(0, "kv", 0, row_bytes),), row_bytes=row_bytes,
+        record_format=f"vllm-{minor}-chunks,{_plain(config.model.dtype)},layout:{digest}",
+        block_tokens=key_tokens, salt=settings.salt,
+    )  # fmt: skip
 
 
 def find_tokenizer(vllm_config: Any, cache: str | os.PathLike[str]) -> str:

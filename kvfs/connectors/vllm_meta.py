@@ -46,8 +46,8 @@ COUNTERS = {
 class Load:
     """Bring tokens start..end-1 of a request into vLLM's blocks.
 
-    plans: for each worker's namespace id, where its blocks are; tokens: of the prefix, u32
-    little-endian; tables: of the whole prefix, window blocks that are not needed are null.
+    plans: for each worker's namespace id, where its blocks are; tokens: of all that is stored, u32
+    little-endian; tables: up to `end`, with a null for each block that is not to be loaded.
     """
 
     request: str

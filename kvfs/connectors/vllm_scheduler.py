@@ -265,8 +265,9 @@ class SchedulerSide:
         end = r.start + external
         r.loads += 1
         own = tuple(self._needed(tables, g, r.start, end) for g in self.groups)
-        whole = -(-end // self.block_tokens) * self.block_tokens
-        tokens = bytes(as_u32(list(request.all_token_ids[:whole])))
+        # All that the plans are of: a hit renews the whole of what is stored.
+        stored = max(plan.stored_tokens for plan in r.plans.values())
+        tokens = bytes(as_u32(list(request.all_token_ids[:stored])))
         self._pending.append(
             Load(request.request_id, r.start, end, r.salt, r.adapter, r.plans, tokens, own)
         )

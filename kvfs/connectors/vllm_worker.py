@@ -58,6 +58,7 @@ class WorkerSide:
         self._saves: queue.SimpleQueue[tuple[Save, Any] | str | None] = queue.SimpleQueue()
         self._loading = 0
         self._waiting_bytes = 0
+        self._stored = threading.Condition(self._lock)
         self._idle = threading.Event()
         self._idle.set()
         self._off: set[str] = set()
@@ -222,8 +223,9 @@ class WorkerSide:
                 self._put(hashers, save, rows)
             except Exception as e:
                 self._failed(save, e)
-            with self._lock:
+            with self._stored:
                 self._waiting_bytes -= rows.numel()
+                self._stored.notify_all()
 
     def _put(self, hashers: dict[str, PrefixHasher], save: Save, rows: Any) -> None:
         ns = self._namespace(save.salt, save.adapter)
@@ -244,6 +246,11 @@ class WorkerSide:
         log.warning("%s: not stored: %s", self.identity.name, error)
         self._count("saves_failed")
         self._off.add(save.request)
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until what was taken is stored, or could not be; says whether that is so."""
+        with self._stored:
+            return self._stored.wait_for(lambda: not self._waiting_bytes, seconds)
 
     # the end
 

@@ -1,7 +1,8 @@
 """Tiny models with random weights for vLLM, and a process that generates with one of them.
 
-Run as a script: one JSON object on standard input (see `generate`), one line of JSON on standard
-output that begins with RESULT. Not imported where vLLM is not installed, but for `MODELS`.
+Run as a script it reads requests, one JSON object a line: the first says which engine to make (see
+`engine`), each other one is a batch of prompts (see `serve`). An answer is a line that begins with
+RESULT, since vLLM writes to standard output as well.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def environment() -> None:
 
 
 def engine(request: dict[str, Any]) -> Any:
-    """The vLLM engine of a request."""
+    """An engine. model: directory; transfer: fields of KVTransferConfig, {} for none; engine: more
+    arguments of LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -123,17 +125,35 @@ def metrics(llm: Any) -> dict[str, float]:
     return found
 
 
-def generate(request: dict[str, Any]) -> dict[str, Any]:
-    """model: directory; transfer: fields of KVTransferConfig; engine: more arguments of LLM;
-    rounds: lists of prompts ({"prompt_token_ids", "cache_salt"}), one list after the other;
-    tokens: to generate. Returns {"rounds": lists of answers, "metrics"}."""
-    llm = engine(request)
-    rounds = [answers(llm, prompts, request.get("tokens", 8)) for prompts in request["rounds"]]
-    result = {"rounds": rounds, "metrics": metrics(llm)}
+def serve(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Generates greedily for "prompts", a list of vLLM's prompts, "tokens" tokens each.
+
+    "reset": forget vLLM's own prefix cache before. Also answers with all of kvfs's counters.
+    """
+    if request.get("reset", True):
+        llm.reset_prefix_cache()
+    out = answers(llm, request["prompts"], request.get("tokens", 8))
+    settle()
+    return {"answers": out, "metrics": metrics(llm)}
+
+
+def settle() -> None:
+    """Waits until the connector has stored what it took, where it is in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if hasattr(connector, "flush"):
+        assert connector.flush(20.0)
+
+
+def main() -> None:
+    environment()
+    llm = engine(json.loads(sys.stdin.readline()))
+    print("RESULT {}", flush=True)
+    for line in sys.stdin:
+        print("RESULT", json.dumps(serve(llm, json.loads(line))), flush=True)
     llm.llm_engine.engine_core.shutdown()
-    return result
 
 
 if __name__ == "__main__":
-    environment()
-    print("RESULT", json.dumps(generate(json.load(sys.stdin))), flush=True)
+    main()

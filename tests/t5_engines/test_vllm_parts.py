@@ -1,0 +1,491 @@
+"""The connector's two halves against vLLM's own classes, without an engine."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="make test-engines")
+
+import torch
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.sampling_params import SamplingParams
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.request import Request
+
+from kvfs import Store
+from kvfs.backend import PosixBackend
+from kvfs.connectors.vllm import KvfsConnector
+from kvfs.connectors.vllm_identity import base_identity
+from kvfs.connectors.vllm_layout import Layout, groups_of, measure
+from kvfs.connectors.vllm_meta import COUNTERS, KvfsPromMetrics, KvfsStats, Meta, WorkerNews
+from kvfs.connectors.vllm_scheduler import SchedulerSide
+from kvfs.connectors.vllm_settings import Settings
+from kvfs.connectors.vllm_window import loaded_group_ids
+from kvfs.connectors.vllm_worker import WorkerSide
+from kvfs.errors import InputError
+from kvfs.layout import Partition
+from kvfs.testing.faults import Fail, FaultyBackend, Short
+
+pytestmark = pytest.mark.engines
+
+PAGES, TOKENS = 40, 64
+
+
+def full(tokens: int = TOKENS, **more: Any) -> Any:
+    return kv.FullAttentionSpec(
+        block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32, **more
+    )
+
+
+def sliding(window: int, tokens: int = TOKENS) -> Any:
+    return kv.SlidingWindowSpec(
+        block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=window
+    )
+
+
+def config_of(*specs: Any) -> Any:
+    groups = [
+        kv.KVCacheGroupSpec([f"model.layers.{2 * g + i}.attn" for i in range(2)], spec)
+        for g, spec in enumerate(specs)
+    ]
+    return kv.KVCacheConfig(num_blocks=PAGES, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def tensors(config: Any, seed: int) -> dict[str, Any]:
+    make = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn((PAGES, 1, group.kv_cache_spec.block_size, 16), generator=make)
+        for group in config.kv_cache_groups
+        for name in group.layer_names
+    }
+
+
+class Half:
+    """A worker and a scheduler over one store, and the steps between them."""
+
+    def __init__(self, base: Path, config: Any, seed: int, backend: Any, **settings: Any) -> None:
+        self.config = config
+        self.caches = tensors(config, seed)
+        self.settings = Settings(store=str(base / "store"), fetch="inline", **settings)
+        self.layout: Layout = measure(config, self.caches, 128)
+        model = SimpleNamespace(
+            model="m", dtype=torch.float32, quantization=None, max_model_len=1,
+            hf_config=SimpleNamespace(to_dict=dict),
+        )  # fmt: skip
+        vllm_config = SimpleNamespace(
+            model_config=model, cache_config=SimpleNamespace(cache_dtype="auto")
+        )
+        identity = base_identity(
+            vllm_config, self.layout, "0.32.0", Partition(), weights="w", tokenizer="t", salt="",
+            backend="b",
+        )  # fmt: skip
+        self.backend = backend
+        self.worker = WorkerSide(self.settings, self._open(), identity, self.layout, None)
+        self.scheduler = SchedulerSide(
+            self.settings, self._open(), groups_of(config), loads=True, saves=True,
+            adapters=lambda lora: "" if lora is None else None,
+        )  # fmt: skip
+        self.scheduler.ready([identity], None)
+
+    def _open(self) -> Store:
+        return Store.open(self.settings.store, backend=self.backend)
+
+    def step(self, output: Any) -> None:
+        meta = self.scheduler.meta(output)
+        self.worker.start_loads(meta)
+        self.worker.take_saves(meta)
+
+    def compute(self, request: Any, done: int, count: int, tables: Any) -> None:
+        """A step in which vLLM computes `count` tokens of a request behind the first `done`."""
+        state = SimpleNamespace(get_block_ids=lambda _: tables)
+        cached = SimpleNamespace(req_ids=[request.request_id], num_computed_tokens=[done])
+        self.step(
+            SimpleNamespace(
+                scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+                num_scheduled_tokens={request.request_id: count}, kv_connector_block_state=state,
+            )
+        )  # fmt: skip
+
+    def load(self, request: Any, hit: int, tables: Any) -> bool:
+        self.scheduler.allocated(request, tables, hit)
+        nothing = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+        self.step(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=nothing))
+        until = time.monotonic() + 10
+        while not (loaded := self.worker.loaded()):
+            assert time.monotonic() < until
+        news = self.worker.news()
+        if news is not None:
+            self.scheduler.heard(news)
+        return loaded[request.request_id]
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
+
+
+def request(ids: list[int], name: str = "r", **more: Any) -> Any:
+    return Request(name, ids, SamplingParams(max_tokens=4), None, **more)
+
+
+IDS = list(range(1000, 1000 + 600))
+TABLE = list(range(1, 11))
+
+
+@pytest.fixture
+def backend(store_dir: Path) -> FaultyBackend:
+    Store.init(store_dir).close()
+    return FaultyBackend(PosixBackend(str(store_dir)))
+
+
+@pytest.fixture
+def halves(tmp_path: Path, backend: FaultyBackend) -> Iterator[Any]:
+    made: list[Half] = []
+
+    def make(config: Any, seed: int = 1, **settings: Any) -> Half:
+        made.append(Half(tmp_path, config, seed, backend, **settings))
+        return made[-1]
+
+    yield make
+    for half in made:
+        half.close()
+
+
+def stored(halves: Any, config: Any) -> Half:
+    """A process that has stored the prompt, in two steps, and is gone."""
+    half: Half = halves(config)
+    r, tables = request(IDS), tuple([TABLE] * len(config.kv_cache_groups))
+    assert half.scheduler.matched(r, 0) == 0
+    half.compute(r, 0, 300, tables)
+    half.compute(r, 300, 300, tables)
+    assert half.worker.flush(10)
+    assert half.worker.stats().data["stored_blocks"] == 4
+    return half
+
+
+# layout
+
+
+def test_groups_are_told_by_the_class_of_their_spec() -> None:
+    """A full group that carries a window needs all of its blocks nevertheless."""
+    config = config_of(full(sliding_window=128), sliding(128), sliding(100, tokens=32))
+    first, second, third = groups_of(config)
+    assert (first.window, second.window, third.window) == (None, 128, 100)
+    assert list(first.needed(512)) == list(range(8))
+    assert list(second.needed(512)) == [6, 7]
+    assert list(third.needed(512)) == [12, 13, 14, 15]
+    assert list(second.needed(0)) == []
+
+
+def test_a_window_needs_what_vllm_keeps() -> None:
+    """The blocks that vLLM does not skip when so many tokens are computed."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    for window in (1, 63, 64, 65, 128, 200):
+        (group,) = groups_of(config_of(sliding(window)))
+        manager = SimpleNamespace(sliding_window=window, extra_retained_tokens=0)
+        for tokens in range(64, 640, 64):
+            skipped = SlidingWindowManager.get_num_skipped_tokens(manager, tokens)
+            assert group.needed(tokens).start <= max(0, skipped) // 64
+            assert group.needed(tokens).stop == tokens // 64
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    spec = kv.ChunkedLocalAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=128
+    )
+    with pytest.raises(InputError, match="ChunkedLocalAttentionSpec is not known"):
+        groups_of(config_of(spec))
+
+
+def test_a_row_comes_back_as_it_was() -> None:
+    config = config_of(full(), sliding(128, tokens=32))
+    source, target = tensors(config, 1), tensors(config, 2)
+    out, into = measure(config, source, 128), measure(config, target, 128)
+    assert out.block_tokens == 128 and out.row_bytes == 4 * 128 * 64
+    rows = out.gather(([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12]))
+    for piece in into.pieces:
+        tables = ([11, 12], [21, 22, 0, 24])[piece.group]
+        into.scatter(piece, rows[1], tables)
+    for name in config.kv_cache_groups[0].layer_names:
+        assert torch.equal(target[name][[11, 12]], source[name][[3, 4]])
+    untouched = tensors(config, 2)
+    for name in config.kv_cache_groups[1].layer_names:
+        assert torch.equal(target[name][[21, 22, 24]], source[name][[9, 10, 12]])
+        assert torch.equal(target[name][0], untouched[name][0])
+
+
+def test_dimensions_in_any_order_in_memory_and_kernel_blocks() -> None:
+    config = config_of(full())
+    names = config.kv_cache_groups[0].layer_names
+    plain = tensors(config, 1)
+    turned = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in plain.items()}
+    halved = {n: t.view(PAGES * 2, 1, TOKENS // 2, 16) for n, t in plain.items()}
+    rows = [measure(config, c, 128).gather(([3, 4],)) for c in (plain, turned, halved)]
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+    strided = {n: torch.zeros((PAGES, 1, TOKENS, 32))[..., ::2] for n in names}
+    with pytest.raises(InputError, match="not dense"):
+        measure(config, strided, 128)
+
+
+# the window that vLLM can replay
+
+
+def v41() -> Any:
+    mla = kv.MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    window = kv.SlidingWindowMLASpec(
+        block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=128,
+        bounded_replay=True,
+    )  # fmt: skip
+    return config_of(mla, window)
+
+
+@pytest.mark.parametrize(
+    ("slot", "groups"), [(None, (0,)), (1152, (0,)), (1280, (0, 1)), (1408, (0,))]
+)
+def test_the_slot_decides_which_groups_are_loaded(slot: int | None, groups: Any) -> None:
+    assert loaded_group_ids(v41(), 1280, slot) == groups
+
+
+def test_a_window_that_is_replayed_is_in_no_block() -> None:
+    assert [g.index for g in groups_of(v41())] == [0]
+
+
+# from one process to another
+
+
+@pytest.mark.parametrize("specs", [(full(),), (full(), sliding(128)), (sliding(100),)])
+def test_blocks_go_from_process_to_process(halves: Any, specs: Any) -> None:
+    config = config_of(*specs)
+    first, second = stored(halves, config), halves(config, seed=2)
+    r, table = request(IDS), list(range(20, 30))
+    assert second.scheduler.matched(r, 0) == 512
+    assert second.load(r, 512, tuple([table] * len(specs)))
+    for group, found in zip(config.kv_cache_groups, groups_of(config), strict=True):
+        for name in group.layer_names:
+            for i in range(8):
+                same = torch.equal(second.caches[name][20 + i], first.caches[name][1 + i])
+                assert same == (i in found.needed(512)), (name, i)
+
+
+def test_only_what_vllm_has_not_is_loaded(halves: Any) -> None:
+    config = config_of(full())
+    first, second = stored(halves, config), halves(config, seed=2)
+    before = {n: t.clone() for n, t in second.caches.items()}
+    r = request(IDS)
+    assert second.scheduler.matched(r, 192) == 320
+    assert second.load(r, 320, (list(range(20, 30)),))
+    for name, cache in second.caches.items():
+        assert torch.equal(cache[[20, 21, 22]], before[name][[20, 21, 22]])
+        assert torch.equal(cache[23:28], first.caches[name][4:9])
+
+
+@pytest.mark.parametrize(
+    ("length", "hit"), [(1, 0), (128, 0), (129, 128), (256, 128), (257, 256), (600, 512)]
+)
+def test_a_token_is_left_to_compute(halves: Any, length: int, hit: int) -> None:
+    second = stored(halves, config_of(full()))
+    assert second.scheduler.matched(request(IDS[:length], "other"), 0) == hit
+
+
+ERRORS = [
+    errno.EIO, errno.EACCES, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT, errno.EISDIR,
+    errno.ENOENT,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [*(Fail(e) for e in ERRORS), Short(1000)], ids=str)
+def test_a_read_that_fails_is_computed(halves: Any, backend: FaultyBackend, fault: Any) -> None:
+    """F2: the load fails, the worker lives, and another prompt is served right after it."""
+    config = config_of(full(), sliding(128))
+    first, second = stored(halves, config), halves(config, seed=2)
+    r, tables = request(IDS), (list(range(20, 30)),) * 2
+    assert second.scheduler.matched(r, 0) == 512
+    with backend.on("readv", "seg/*", do=fault, times=1):
+        assert not second.load(r, 512, tables)
+    assert second.worker.stats().data["loads_failed"] == 1
+    again = second.scheduler.matched(r, 0)
+    assert again in (0, 512)  # gone for good, or out of reach for a moment
+    if again:
+        assert second.load(r, again, tables)
+    other = request(IDS[:300], "other")
+    assert second.scheduler.matched(other, 0) in (0, 256)
+    assert first.worker.stats() is None
+
+
+def test_a_request_is_not_loaded_for_ever(halves: Any, backend: FaultyBackend) -> None:
+    config = config_of(full())
+    stored(halves, config)
+    second, r = halves(config, seed=2), request(IDS)
+    with backend.on("readv", "seg/*", do=Fail(errno.ETIMEDOUT), times=None):
+        for _ in range(2):
+            assert second.scheduler.matched(r, 0) == 512
+            assert not second.load(r, 512, (list(range(20, 30)),))
+        assert second.scheduler.matched(r, 0) == 0
+
+
+def test_what_a_failed_load_did_not_bring_is_stored_again(
+    halves: Any, backend: FaultyBackend
+) -> None:
+    config = config_of(full())
+    stored(halves, config)
+    second, r, tables = halves(config, seed=2), request(IDS), (list(range(20, 30)),)
+    assert second.scheduler.matched(r, 0) == 512
+    with backend.on("readv", "seg/*", do=Fail(errno.EIO), times=None):
+        assert not second.load(r, 512, tables)
+    assert second.scheduler.matched(r, 0) == 0
+    second.compute(r, 0, 600, tables)
+    assert second.worker.flush(10)
+    assert second.worker.stats().data["stored_blocks"] == 4
+    assert second.scheduler.matched(request(IDS, "again"), 0) == 512
+
+
+# saving
+
+
+def test_a_full_disk_drops_saves(halves: Any, backend: FaultyBackend, expect_logs: Any) -> None:
+    expect_logs("not stored")
+    half, r = halves(config_of(full())), request(IDS)
+    assert half.scheduler.matched(r, 0) == 0
+    with backend.on("writev", "seg/*", do=Fail(errno.ENOSPC), times=None):
+        half.compute(r, 0, 300, (TABLE,))
+        half.compute(r, 300, 300, (TABLE,))
+        assert half.worker.flush(10)
+    assert half.worker.stats().data["saves_failed"] >= 1
+
+
+def test_saves_that_do_not_fit_are_dropped(halves: Any) -> None:
+    row = 2 * 128 * 64
+    half, r = halves(config_of(full()), save_bytes=3 * row), request(IDS)
+    assert half.scheduler.matched(r, 0) == 0
+    half.compute(r, 0, 600, (TABLE,))
+    assert half.worker.flush(10)
+    assert half.worker.stats().data == {"saves_dropped_blocks": 4}
+
+
+def test_puts_wait_for_loads(halves: Any, backend: FaultyBackend) -> None:
+    config = config_of(full())
+    stored(halves, config)
+    second, r = halves(config, seed=2), request(IDS)
+    other = request(list(range(5000, 5300)), "other")
+    held, go = threading.Event(), threading.Event()
+
+    def hold(call: Any) -> Any:
+        held.set()
+        assert go.wait(10)
+        return call.proceed()
+
+    assert second.scheduler.matched(r, 0) == 512
+    assert second.scheduler.matched(other, 0) == 0
+    with backend.on("readv", "seg/*", do=hold, times=1):
+        second.scheduler.allocated(r, (list(range(20, 30)),), 512)
+        second.compute(other, 0, 300, ([30, 31, 32, 33, 34],))
+        assert held.wait(10)
+        assert not second.worker.flush(0.2)
+        go.set()
+        assert second.worker.flush(10)
+    assert second.worker.stats().data["stored_blocks"] == 2
+
+
+def test_generated_tokens_are_stored_once_they_are_known(halves: Any) -> None:
+    """A step may compute drafts, or tokens of which the scheduler has not heard yet."""
+    half, r = halves(config_of(full())), request(IDS[:127])
+    assert half.scheduler.matched(r, 0) == 0
+    half.compute(r, 0, 127, ([1, 2],))
+    half.compute(r, 127, 5, ([1, 2, 3],))
+    assert half.worker.stats() is None
+    r.append_output_token_ids(7)
+    half.compute(r, 127, 5, ([1, 2, 3],))
+    assert half.worker.flush(10) and half.worker.stats().data["stored_blocks"] == 1
+
+
+def test_a_window_that_has_passed_is_not_stored(halves: Any) -> None:
+    half, r = halves(config_of(full(), sliding(64))), request(IDS)
+    assert half.scheduler.matched(r, 0) == 0
+    half.compute(r, 512, 88, (TABLE, [0] * 7 + [8, 9, 10]))
+    assert half.worker.flush(1) and half.worker.stats() is None
+
+
+# who is cached
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mm_features": [SimpleNamespace()]},
+        {"lora_request": SimpleNamespace(lora_name="unknown")},
+    ],
+    ids=["image", "adapter that is not known yet"],
+)
+def test_requests_that_are_not_cached(halves: Any, more: dict[str, Any]) -> None:
+    half = stored(halves, config_of(full()))
+    half.scheduler.stats.reset()
+    r = request(IDS, "other")
+    for name, value in more.items():
+        setattr(r, name, value)
+    assert half.scheduler.matched(r, 0) == 0
+    assert half.scheduler.stats.data == {"requests_not_cacheable": 1}
+    half.compute(r, 0, 600, (TABLE,))
+    assert half.worker.flush(1) and half.worker.stats() is None
+
+
+def test_after_a_reset_nothing_is_served(halves: Any) -> None:
+    half = stored(halves, config_of(full()))
+    half.scheduler.stop()
+    assert half.scheduler.matched(request(IDS, "other"), 0) == 0
+
+
+# figures and events
+
+
+def test_news_of_several_workers_are_what_all_have() -> None:
+    one = WorkerNews({"a": (0, 4), "b": (0, 2)}, {"x"})
+    two = WorkerNews({"a": (0, 3), "c": (0, 2)}, {"y"})
+    both = one.aggregate(two)
+    assert (both.stored, both.failed) == ({"a": (0, 3)}, {"x", "y"})
+
+
+def test_stats_add_up() -> None:
+    one, two = KvfsStats(data={"loads": 1, "load_seconds": 0.25}), KvfsStats(data={"loads": 2})
+    assert one.aggregate(two).reduce() == {"loads": 3, "load_seconds": 0.25}
+    assert not one.is_empty() and KvfsStats().is_empty()
+    assert KvfsConnector.build_kv_connector_stats({"loads": 1}).data == {"loads": 1}
+
+
+def test_prometheus_counters() -> None:
+    config = SimpleNamespace(kv_transfer_config=None)
+    kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    prom = KvfsPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    prom.observe({"loads": 2, "load_bytes": 10, "something newer": 1})
+    assert prom._counters["loads"][0]._value.get() == 2
+    assert set(prom._counters) == set(COUNTERS)
+
+
+def test_events_name_blocks_as_vllm_does(halves: Any) -> None:
+    half = stored(halves, config_of(full()))
+    r = request(IDS)
+    r.block_hashes = [bytes([i]) * 32 for i in range(9)]
+    half.scheduler.heard(WorkerNews({"r": (2, 4)}))
+    connector = object.__new__(KvfsConnector)
+    connector._scheduler, connector._events = half.scheduler, True
+    connector._kv_cache_config = SimpleNamespace(hash_block_size=64)
+    half.scheduler._requests["r"].request = r
+    half.scheduler.stored = [(r, 2, 4)]
+    (event,) = connector.take_events()
+    assert event.block_hashes == r.block_hashes[4:8] and event.block_size == 64
+    assert event.parent_block_hash == r.block_hashes[3] and event.medium == "STORAGE"
+    assert event.token_ids == IDS[256:512]
+    assert connector.take_events() == []
+
+
+def test_meta_is_plain_data() -> None:
+    import pickle
+
+    assert pickle.loads(pickle.dumps(Meta())) == Meta()
