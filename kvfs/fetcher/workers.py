@@ -74,22 +74,26 @@ class Workers:
         return time.monotonic() - max(began)
 
     def _run(self) -> None:
-        me = threading.get_ident()
         while not self.core.stopping:
-            stretch = self.core.take(IDLE_SECONDS)
-            if stretch is None:
-                self.files.close_idle(
-                    IDLE_SECONDS
-                )  # or a file that was removed would take its room for ever
-                continue
-            self._busy[me] = time.monotonic()
             try:
-                reason, last = self._load(stretch)
-            except Exception:  # a bug must not cost a thread: the request ends as a miss
-                log.exception("reading %s", stretch.path)
-                reason, last = "internal error", False
-            del self._busy[me]
-            self.core.finished(stretch, reason, last)
+                stretch = self.core.take(IDLE_SECONDS)
+                if stretch is not None:
+                    self._serve(stretch)
+                else:  # a file that was removed would take its room for as long as it is open
+                    self.files.close_idle(IDLE_SECONDS)
+            except Exception:  # a bug must not cost a thread
+                log.exception("a reader goes on")
+
+    def _serve(self, stretch: Stretch) -> None:
+        me = threading.get_ident()
+        self._busy[me] = time.monotonic()
+        try:
+            reason, last = self._load(stretch)
+        except Exception:  # nor a request more than its time: it ends as a miss
+            log.exception("reading %s", stretch.path)
+            reason, last = "internal error", False
+        del self._busy[me]
+        self.core.finished(stretch, reason, last)
 
     def _load(self, stretch: Stretch) -> tuple[str | None, bool]:
         """Reads and checks a stretch. Returns why it ends early or None, and if that is for good.
