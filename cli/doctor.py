@@ -11,13 +11,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvfs import __version__
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
 from kvfs.cli.version import packages
 from kvfs.errors import EXIT_OK, ConfigError, IndexFault, InputError, KvfsError
+
+if TYPE_CHECKING:
+    from kvfs.backend import Backend
 
 _FUSE = "/dev/fuse"
 _SHM = "/dev/shm"
@@ -101,18 +104,20 @@ def _settings(settings: Settings) -> Iterator[Fact]:
 
 
 def _store(settings: Settings) -> Iterator[Fact]:
-    from kvfs.backend.select import open_backend
+    from kvfs.backend.select import open_backend, path_of
     from kvfs.config import MARKER, load_config
     from kvfs.filesystems import filesystem_type
 
     try:
-        path = settings.store
+        store = settings.store
     except InputError:
         yield Fact("store", "note", "none named; give --store to have it looked at")
         return
-    backend = open_backend(path)
+    path, backend = path_of(store), open_backend(store)
     config = load_config(backend)
     yield Fact("store", "ok", f"{path}, {config.uuid.hex()}, on {filesystem_type(path)}")
+    if (chunk := backend.chunk_bytes()) is not None:
+        yield _rings(backend, chunk, config.extent)
     writable = os.access(path, os.W_OK)
     yield Fact("access", "ok" if writable else "note", "writable" if writable else "read-only")
     free, total = backend.free_bytes()
@@ -122,6 +127,19 @@ def _store(settings: Settings) -> Iterator[Fact]:
     ahead = os.stat(os.path.join(path, MARKER)).st_mtime - time.time()
     if ahead > 1:
         yield Fact("clock", "fault", f"{ahead:.0f} s behind the time of the store's own files")
+
+
+def _rings(backend: Backend, chunk: int, extent: int) -> Fact:
+    """Whether the client daemon of 3FS serves this process."""
+    try:
+        backend.probe()
+    except OSError as e:
+        return Fact("rings", "fault", f"no I/O through the client daemon: {e.strerror}")
+    finally:
+        backend.release()
+    if extent % chunk:
+        return Fact("rings", "fault", f"records cross chunks: {extent} is no multiple of {chunk}")
+    return Fact("rings", "ok", f"the client daemon answers; chunks of {output.size(chunk)}")
 
 
 def _direct(path: str) -> Fact:

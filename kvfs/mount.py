@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfs import mountinfo
+from kvfs.backend.select import absolute, path_of
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.index.place import default_root
 from kvfs.store import Store
@@ -95,15 +96,13 @@ def _absolute(options: MountOptions) -> MountOptions:
     """The options with paths that stay right when the process leaves its directory."""
     index = options.index or default_root()
     log = options.log if options.log in (None, "syslog") else os.path.abspath(str(options.log))
-    return replace(
-        options, store=os.path.abspath(options.store), index=os.path.abspath(index), log=log
-    )
+    return replace(options, store=absolute(options.store), index=os.path.abspath(index), log=log)
 
 
 def _require_apart(options: MountOptions, point: str) -> None:
     """Raises ConfigError if the mount would lie over what its process needs: it would wait for
     itself for ever."""
-    for path in (options.store, options.index, options.log):
+    for path in (path_of(options.store), options.index, options.log):
         if path in (None, "syslog"):
             continue
         real = os.path.realpath(str(path))

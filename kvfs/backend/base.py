@@ -127,6 +127,10 @@ class Backend(Protocol):
         """(free, total) bytes of the file system that holds the store."""
         ...
 
+    def probe(self) -> None:
+        """Raises OSError unless the storage answers now."""
+        ...
+
     def chunk_bytes(self) -> int | None:
         """The stretch of a file that should be written by one call and never again: an extent.
 

@@ -148,6 +148,9 @@ class PosixBackend:
         v = os.statvfs(self.root)
         return v.f_bavail * v.f_frsize, v.f_blocks * v.f_frsize
 
+    def probe(self) -> None:
+        os.statvfs(self.root)
+
     def chunk_bytes(self) -> int | None:
         return None
 

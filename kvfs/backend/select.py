@@ -29,6 +29,12 @@ def path_of(place: str | os.PathLike[str]) -> str:
     return split(place)[1]
 
 
+def absolute(place: str | os.PathLike[str]) -> str:
+    """The same in words that stay right when the process leaves its directory."""
+    kind, path = split(place)
+    return path if kind is None else f"{kind}:{path}"
+
+
 def open_backend(place: str | os.PathLike[str]) -> Backend:
     """The backend of a store. That its storage is away shows at the first use."""
     kind, path = split(place)

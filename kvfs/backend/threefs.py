@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from kvfs.backend import usrbio_layout as layout
 from kvfs.backend.base import Buffer, Memory, OpenFile
 from kvfs.backend.posix import PosixBackend
+from kvfs.backend.usrbio_io import Lease, as_file_errors, clear, gather, scatter, split_at_chunks
 from kvfs.backend.usrbio_ring import DaemonDead, Io
-from kvfs.backend.usrbio_session import BOUNCE_BYTES, READ, WRITE, Kind, Session
+from kvfs.backend.usrbio_session import BOUNCE_BYTES, READ, WRITE, Session
 from kvfs.filesystems import mount_of
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,14 @@ class ThreefsBackend:
         self._memories: list[Memory] = []
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         weakref.finalize(self, _close_all, self._sessions)
+        _backends.add(self)
+
+    def after_fork(self) -> None:
+        """In the child: locks and rings are the parent's."""
+        self._lock = threading.Lock()
+        session, self._session = self._session, None
+        if session is not None:
+            session.after_fork()
 
     # the session
 
@@ -90,14 +99,12 @@ class ThreefsBackend:
 
     def _renew(self) -> Session:
         old = self._session
-        if old is not None and old.pid != os.getpid():
-            old, self._session = None, None  # inherited through fork: the parent's
         if old is not None and old.usable:
             return old  # somebody else was faster
         if old is not None:
             self._session = None
             self._epoch += old.dead
-            old.close()
+            old.close() if old.dead else old.retire()
         if time.monotonic() < self._failed_at + _RETRY_SECONDS:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), self.root)
         try:
@@ -130,7 +137,7 @@ class ThreefsBackend:
         with self._lock:
             session, self._session = self._session, None
             self._memories.clear()
-        if session is not None and session.pid == os.getpid():
+        if session is not None:
             session.close()
 
     def chunk_bytes(self) -> int | None:
@@ -187,9 +194,9 @@ class ThreefsBackend:
         if not views:
             return 0
         places = session.places(views)
-        with _errors(file.path):
+        with as_file_errors(file.path):
             if places is not None:
-                ios = _split(places, handle.inode, offset, handle.chunk)
+                ios = split_at_chunks(places, handle.inode, offset, handle.chunk)
                 got = self._direct(session, ios)
                 return self._told(file, offset, ios, got, views)
             return self._read_bounced(session, file, handle, views, offset)
@@ -210,11 +217,11 @@ class ThreefsBackend:
         size = self._share(session, sum(v.nbytes for v in views), offset, handle.chunk)
         with self._bounced(session, size) as lease:
             place = [(session.bounce.key, lease.offset, size)]
-            ios = _split(place, handle.inode, offset, handle.chunk)
+            ios = split_at_chunks(place, handle.inode, offset, handle.chunk)
             results = lease.run(ios, READ)
             memory = session.bounce.view[lease.offset : lease.offset + size]
             got = self._told(file, offset, ios, results, [memory])
-            _scatter(memory[:got], views)
+            scatter(memory[:got], views)
             return got
 
     def _told(
@@ -237,7 +244,7 @@ class ThreefsBackend:
                     break
                 raise OSError(-result, os.strerror(-result), file.path)
             hole = max(0, min(io.length, self._length(file) - io.offset) - result)
-            _clear(views, done + result, hole)
+            clear(views, done + result, hole)
             done += result + hole
             if result + hole < io.length:
                 break
@@ -252,10 +259,10 @@ class ThreefsBackend:
         size = self._share(session, sum(v.nbytes for v in views), offset, handle.chunk)
         if not size:
             return 0
-        with _errors(file.path), self._bounced(session, size) as lease:
-            _gather(views, session.bounce.view[lease.offset : lease.offset + size])
+        with as_file_errors(file.path), self._bounced(session, size) as lease:
+            gather(views, session.bounce.view[lease.offset : lease.offset + size])
             place = [(session.bounce.key, lease.offset, size)]
-            ios = _split(place, handle.inode, offset, handle.chunk)
+            ios = split_at_chunks(place, handle.inode, offset, handle.chunk)
             done = 0
             for io, result in zip(ios, lease.run(ios, WRITE), strict=True):
                 if result < 0 and not done:
@@ -273,8 +280,8 @@ class ThreefsBackend:
         return most - (offset + most) % chunk or min(size, chunk)
 
     @contextmanager
-    def _bounced(self, session: Session, size: int) -> Iterator[_Lease]:
-        lease = _Lease(session, session.bounce.take(size, self.seconds), self.seconds)
+    def _bounced(self, session: Session, size: int) -> Iterator[Lease]:
+        lease = Lease(session, session.bounce.take(size, self.seconds), self.seconds)
         try:
             yield lease
         finally:
@@ -347,44 +354,6 @@ class ThreefsBackend:
         return self._posix.free_bytes()
 
 
-class _Lease:
-    """A range of the session's own memory, and the I/O on it."""
-
-    def __init__(self, session: Session, offset: int, seconds: float) -> None:
-        self.session = session
-        self.offset = offset
-        self.seconds = seconds
-        self.unfinished = False
-        """Some I/O may still use the range: it is kept."""
-
-    def run(self, ios: list[Io], kind: Kind) -> list[int]:
-        with self.session.ring(kind) as ring:
-            base, results = ring.run(ios, self.seconds)
-            late = [base + i for i, r in enumerate(results) if r is None]
-            if late:
-                self.unfinished = True
-                self.session.bounce.keep(self.offset, ring, late)
-        return [-errno.ETIMEDOUT if r is None else r for r in results]
-
-
-@contextmanager
-def _errors(path: str) -> Iterator[None]:
-    """What goes wrong below, as errors of a file."""
-    try:
-        yield
-    except DaemonDead as e:
-        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path) from e
-    except TimeoutError as e:
-        if e.errno is None:
-            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path) from e
-        raise
-    except OSError as e:
-        # An inode that the daemon does not know, though we have it open: another daemon by now.
-        if e.errno == errno.EBADF:
-            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path) from e
-        raise
-
-
 def _lend(session: Session, memory: Memory) -> None:
     """Without it reads are copied, which is slower and no more."""
     try:
@@ -393,41 +362,15 @@ def _lend(session: Session, memory: Memory) -> None:
         log.warning("%s cannot be lent to the 3FS client daemon: %s", memory.path, e)
 
 
-def _split(places: list[tuple[bytes, int, int]], inode: int, offset: int, chunk: int) -> list[Io]:
-    """One I/O for each stretch that lies in one chunk and one place."""
-    ios = []
-    for key, at, length in places:
-        while length:
-            n = min(length, chunk - offset % chunk)
-            ios.append(Io(key, at, inode, offset, n))
-            at, offset, length = at + n, offset + n, length - n
-    return ios
+_backends: weakref.WeakSet[ThreefsBackend] = weakref.WeakSet()
 
 
-def _gather(views: Sequence[memoryview], into: memoryview) -> None:
-    at = 0
-    for view in views:
-        n = min(len(view), len(into) - at)
-        into[at : at + n] = view[:n]
-        at += n
+def _in_child() -> None:
+    for backend in list(_backends):
+        backend.after_fork()
 
 
-def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:
-    at = 0
-    for view in views:
-        n = min(len(view), len(data) - at)
-        view[:n] = data[at : at + n]
-        at += n
-
-
-def _clear(views: Sequence[memoryview], at: int, count: int) -> None:
-    """Zeros over `count` bytes of the views taken together, from `at` on."""
-    for view in views:
-        n = max(0, min(len(view) - at, count))
-        if n:
-            view[at : at + n] = bytes(n)
-            at, count = at + n, count - n
-        at -= len(view)
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _close_all(sessions: weakref.WeakSet[Session]) -> None:

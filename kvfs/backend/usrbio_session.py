@@ -82,6 +82,9 @@ class Session:
         self._jobs = queue.SimpleQueue()
         self._handle = -1
         self._submit: Semaphore | None = None
+        self._lock = threading.Lock()
+        self._users = 0
+        self._retired = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvfs-3fs", daemon=True)
         self._thread.start()
@@ -222,16 +225,29 @@ class Session:
     @contextmanager
     def ring(self, kind: Kind) -> Iterator[Ring]:
         """A ring for one thread, within the block."""
+        with self._lock:
+            self._users += 1
         try:
-            ring = self._idle[kind].pop()
-        except IndexError:
-            ring = self._call(lambda: self._make_ring(kind))
-        try:
+            try:
+                ring = self._idle[kind].pop()
+            except IndexError:
+                ring = self._call(lambda: self._make_ring(kind))
             yield ring
-        finally:
             self._idle[kind].append(ring)
             if ring.in_flight > kind.entries // 2:
                 self.worn = True  # half of it waits for what does not come
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._retired and not self._users:
+                    self._jobs.put(None)
+
+    def retire(self) -> None:
+        """Closes it once nobody uses it: I/O that is under way goes on."""
+        with self._lock:
+            self._retired = True
+            if not self._users:
+                self._jobs.put(None)
 
     def run(self, ios: list[Io]) -> list[int]:
         """Reads into memory that was lent, however long it takes. Raises DaemonDead."""
@@ -239,10 +255,19 @@ class Session:
             _, results = ring.run(ios, float("inf"))
         return [r for r in results if r is not None]
 
+    def after_fork(self) -> None:
+        """In the child: while it had the handle open too, the daemon would take a dead parent for
+        alive."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
     def close(self) -> None:
         """Takes everything back. May be called twice; I/O that is under way is not waited for."""
+        if self.pid != os.getpid():
+            return
         self._jobs.put(None)
-        if self.pid == os.getpid() and threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:
             self._closed.wait(CALL_SECONDS)
 
 

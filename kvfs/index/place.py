@@ -25,6 +25,7 @@ _SHARED = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs",
      "glusterfs", "ocfs2", "gfs2", "virtiofs", "fuse", "fuseblk", "overlay"}
 )  # fmt: skip
+_NEVER = "fuse.hf3fs"
 
 
 def default_root() -> str:
@@ -47,6 +48,8 @@ def require_local(path: str, *, force: bool = False) -> None:
     kind = filesystem_type(path)
     if kind not in _SHARED and not kind.startswith("fuse."):
         return
+    if kind == _NEVER:
+        raise ConfigError(f"{path} is on 3FS, where two hosts that write one index lose half of it")
     if force or os.environ.get(FORCE_ENVIRONMENT) == "1":
         return
     raise ConfigError(

@@ -355,6 +355,9 @@ class FaultyBackend:
         free: tuple[int, int] = self._call("free_bytes", "", lambda _: self.inner.free_bytes())
         return free
 
+    def probe(self) -> None:
+        self._call("probe", "", lambda _: self.inner.probe())
+
     def chunk_bytes(self) -> int | None:
         return self.inner.chunk_bytes()
 

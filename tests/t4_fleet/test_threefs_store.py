@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.backend import read_into, write_all
 from kvfs.backend.threefs import ThreefsBackend
+from kvfs.errors import ConfigError
 from kvfs.fsck import fsck
 from kvfs.gc import Collector
+from kvfs.index.place import require_local
 from kvfs.rebuild import rebuild
 from kvfs.store import Store
+from kvfs.testing.command import kvctl, kvctl_json
 from kvfs.testing.stock import Stock, tokens
 from kvfs.testing.threefs.host import Host, cluster, may_serve
 
@@ -149,7 +154,9 @@ def test_the_daemon_dies_and_comes_back(stock: Stock, hosts: list[Host]) -> None
 
 _CLIENT = """
 import os, sys
+from kvfs.index.place import require_local
 from kvfs.store import Store
+from kvfs.testing.command import kvctl, kvctl_json
 from kvfs.testing.stock import Stock, tokens
 store = Store.open(sys.argv[1])
 stock = Stock(store, store.namespaces()[0], None)
@@ -181,3 +188,64 @@ def test_a_killed_client_leaves_nothing(stock: Stock, hosts: list[Host]) -> None
     left = [n for n in os.listdir("/dev/shm") if n not in before and n.startswith("kvfs")]
     assert left == []
     assert stock.good(C) == 100
+
+
+def test_the_command_line(hosts: list[Host], tmp_path: Path) -> None:
+    place = hosts[0].point / "kv"
+    kvctl("init", "--store", f"3fs:{place}")
+    facts = {fact["name"]: fact for fact in kvctl_json("doctor", "--store", place, code=None)}
+    assert facts["rings"]["state"] == "ok"
+    kvctl("ns", "create", "--preset", "tiny", "--weights", "w", "--tokenizer", "t",
+          "--store", f"3fs:{place}")  # fmt: skip
+    for words in (str(place), f"3fs:{place}"):
+        assert "tiny" in kvctl_json("ns", "list", "--store", words)["namespace"]
+    with Store.open(place, catch_up=False) as store:
+        config = store.config
+    assert config.own_extents and config.extent == CHUNK
+
+
+def test_no_index_on_3fs(hosts: list[Host]) -> None:
+    with pytest.raises(ConfigError, match="on 3FS"):
+        require_local(str(hosts[0].point / "index"), force=True)
+
+
+def test_a_forked_child_reads_by_rings_of_its_own(stock: Stock, hosts: list[Host]) -> None:
+    stock.put(C)
+    assert stock.good(C) == 100
+    backend = stock.store.backend
+    file = backend.open(stock.store.index.segments()[0].path)
+    want = bytearray(4096)
+    assert backend.readv(file, [memoryview(want)], CHUNK) == 4096
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            got = bytearray(4096)
+            backend.readv(file, [memoryview(got)], CHUNK)
+            backend.release()
+            status = int(got != want)
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert stock.good(C) == 100
+    backend.close(file)
+
+
+def test_completions_that_never_come_take_no_memory_that_is_used_again(hosts: list[Host]) -> None:
+    backend = ThreefsBackend(str(hosts[0].point), seconds=0.2, bounce_bytes=1 << 20)
+    file = backend.create("x")
+    data = os.urandom(200_000)
+    write_all(backend, file, [data], 0)
+    first = backend.session()
+    hosts[0].set(drop_every=1)
+    for _ in range(4):
+        with pytest.raises(OSError) as e:
+            backend.readv(file, [memoryview(bytearray(200_000))], 0)
+        assert e.value.errno == errno.ETIMEDOUT
+    assert first.worn and first.bounce.kept >= 2
+    hosts[0].set(drop_every=0)
+    got = bytearray(200_000)
+    assert read_into(backend, file, [memoryview(got)], 0) == len(data)
+    assert got == data and backend.session() is not first
+    backend.close(file)
+    backend.release()
