@@ -1,6 +1,13 @@
-"""Swap-in: from host memory into the KV pool of an engine, layer by layer.
+"""Swap-in: from host memory into the KV pool of an engine, layer by layer, and back.
 
-What belongs here: pinned staging buffers, copy streams, the hand-over of a layer to the forward
-pass that needs it next, and the kernels that scatter block rows into an engine's pages. It is the
-only part of kvfs that may import torch, and nothing outside it and the connectors imports it.
+swap_in      a fetch into paged KV tensors, a layer at a time, in a thread of the engine process
+swap_out     the mirror: blocks of an engine's memory as rows for `Store.put`
+strategies   ways to copy, and the choice among them by measurement
+paged        where the bytes of a row belong
+host_memory  the arena as tensors; memory pinned exactly as large as it is
+streams      the order of copies, on a GPU and on a CPU
+bench        figures
+
+Beside the connectors it is the only part of kvfs that may import torch, and nothing but connectors
+imports it.
 """

@@ -1,0 +1,151 @@
+"""Host memory as torch sees it: records in the arena, and memory that a GPU may read directly.
+
+The arena is mapped for reading, so its tensors must never be written to; torch cannot know.
+Pinned memory is registered exactly as large as it is (torch's own pinned memory is rounded up to a
+power of two), and given back. Where CUDA refuses, copies still work, only slower, and `problem`
+says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvfs.errors import InputError
+
+_PORTABLE, _READ_ONLY = 1, 8  # flags of cudaHostRegister
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view are, also of a read-only one."""
+    import numpy as np
+
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def tensor_at(address: int, size: int) -> Any:
+    """`size` bytes at an address as a uint8 tensor; the caller keeps the memory alive."""
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Consecutive records: `data` is uint8 [blocks, stride], contiguous; payloads come first."""
+
+    data: Any
+    keep: memoryview
+    """Of the mapping, which lives as long as this."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def records_of(ticket: Any, first: int, end: int) -> list[Records]:
+    """The records of a ticket's good blocks first..end-1, counted from its own first one.
+
+    One Records for each stretch of the arena. Raises InputError if one is not there (any more).
+    """
+    out, stride = [], ticket.ns.stride
+    for r in ticket.ranges:
+        a, b = max(first, r.block), min(end, r.block + r.count)
+        if a < b:
+            payload = ticket.payload(ticket.first + a)
+            data = tensor_at(address_of(payload), (b - a) * stride)
+            out.append(Records(data.view(b - a, stride), payload))
+    if sum(map(len, out)) != end - first:
+        raise InputError(f"blocks {first}..{end - 1} are not in the ticket's ranges")
+    return out
+
+
+class Pinned:
+    """Memory that is registered with CUDA, where there is CUDA. Close it before it is unmapped."""
+
+    def __init__(self, memory: Any, *, read_only: bool = False, cudart: Any = None) -> None:
+        """memory: a buffer, pinned as it is, not a byte more; cudart: None for torch's."""
+        self._view = memoryview(memory)
+        self.address, self.size = address_of(self._view), self._view.nbytes
+        self.problem = ""
+        """Why it is not pinned; "" if it is."""
+        self._cudart = cudart
+        if cudart is None:
+            if not torch.cuda.is_available():
+                self.problem = "no CUDA device"
+                return
+            self._cudart = torch.cuda.cudart()
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        code = int(self._cudart.cudaHostRegister(self.address, self.size, flags))
+        if code:
+            self.problem = f"cudaHostRegister: error {code}"
+
+    @property
+    def pinned(self) -> bool:
+        return not self.problem
+
+    def close(self) -> None:
+        """May be called twice."""
+        if not self.problem:
+            self._cudart.cudaHostUnregister(self.address)
+            self.problem = "closed"
+        self._view = memoryview(b"")
+
+
+class HostBuffer:
+    """Zeroed host memory of exactly `size` bytes, rounded up to pages of the system, pinned."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, max(1, size))
+        self.view = memoryview(self._map)[:size]
+        self.pin = Pinned(self._map)
+
+    def tensor(self) -> Any:
+        """The memory as uint8 [size]; keep the buffer as long."""
+        return tensor_at(address_of(self.view), self.view.nbytes)
+
+    def close(self) -> None:
+        """Unpins it. The memory goes with the last view of it."""
+        self.pin.close()
+
+
+class Arenas:
+    """The arenas whose tickets are being swapped in, pinned once each.
+
+    A new one appears when a fetcher was replaced; the old one is let go when nobody uses it.
+    """
+
+    def __init__(self, cudart: Any = None) -> None:
+        self._cudart = cudart
+        self._lock = threading.Lock()
+        self._pins: dict[int, Pinned] = {}
+        self._users: dict[int, int] = {}
+
+    def use(self, payload: memoryview) -> int:
+        """Pins the mapping that a payload lies in; returns the key for `leave`."""
+        whole = memoryview(payload.obj)
+        key = address_of(whole)
+        with self._lock:
+            if key not in self._pins:
+                for old in [k for k in self._pins if not self._users.get(k)]:
+                    self._pins.pop(old).close()
+                self._pins[key] = Pinned(whole, read_only=whole.readonly, cudart=self._cudart)
+            self._users[key] = self._users.get(key, 0) + 1
+        return key
+
+    def leave(self, key: int) -> None:
+        with self._lock:
+            self._users[key] -= 1
+
+    def problems(self) -> list[str]:
+        """Why arenas are not pinned."""
+        with self._lock:
+            return [p.problem for p in self._pins.values() if p.problem]
+
+    def close(self) -> None:
+        with self._lock:
+            for pin in self._pins.values():
+                pin.close()
+            self._pins.clear()

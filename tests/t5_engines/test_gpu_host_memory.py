@@ -1,0 +1,228 @@
+"""Swap-out, pinned memory, the choice of a strategy, and swap-in from a real fetcher."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import gpu_fakes as fakes
+import pytest
+import torch
+
+from kvfs import Store
+from kvfs.arena import Arena
+from kvfs.errors import InputError
+from kvfs.fetcher import launch
+from kvfs.gpu.host_memory import Arenas, HostBuffer, Pinned, address_of
+from kvfs.gpu.paged import PagedLayout
+from kvfs.gpu.strategies import available, choose, strategies
+from kvfs.gpu.streams import CpuDevice
+from kvfs.gpu.swap_in import Swapper
+from kvfs.record import Shape
+
+IDENTITY = fakes.identity()
+
+
+class Cudart:
+    """CUDA's bookkeeping of pinned memory, with its refusals."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.pinned: dict[int, tuple[int, int]] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.refuses:
+            return 801
+        assert address not in self.pinned
+        self.pinned[address] = (size, flags)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def test_memory_is_pinned_exactly() -> None:
+    cudart, memory = Cudart(), bytearray(1_415_040)
+    pin = Pinned(memory, cudart=cudart)
+    assert pin.pinned
+    assert cudart.pinned == {address_of(memoryview(memory)): (1_415_040, 1)}
+    pin.close()
+    pin.close()
+    assert not cudart.pinned and not pin.pinned
+
+
+def test_a_refusal_is_reported() -> None:
+    pin = Pinned(bytearray(4096), cudart=Cudart(refuses=True))
+    assert not pin.pinned and "801" in pin.problem
+    pin.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_pinned() -> None:
+    buffer = HostBuffer(1000)
+    assert buffer.view.nbytes == 1000 and buffer.pin.problem == "no CUDA device"
+    buffer.close()
+
+
+def test_arenas_are_pinned_once_and_let_go_when_replaced() -> None:
+    cudart, arenas, maps = Cudart(), None, [Arena.create(1 << 20) for _ in range(2)]
+    arenas = Arenas(cudart)
+    readers = [Arena.attach(m.reader_fd()) for m in maps]
+    one = arenas.use(readers[0].view[4096:8192])
+    assert arenas.use(readers[0].view[8192:12288]) == one
+    assert list(cudart.pinned.values()) == [(1 << 20, 1 | 8)]  # for reading alone
+    arenas.use(readers[1].view[0:4096])
+    assert len(cudart.pinned) == 2  # the first one is in use
+    arenas.leave(one)
+    arenas.leave(one)
+    for m in readers:
+        m.close()
+    third = Arena.create(1 << 20)
+    arenas.leave(arenas.use(third.view[:4096]))
+    assert one not in cudart.pinned and len(cudart.pinned) == 2
+    assert arenas.problems() == []
+    arenas.close()
+    assert not cudart.pinned
+    third.close()
+    for m in maps:
+        m.close()
+    gc.collect()
+
+
+# strategies
+
+
+def test_the_fastest_is_chosen() -> None:
+    layout = PagedLayout(fakes.pages(IDENTITY, 16), IDENTITY)
+    choice = choose(layout, CpuDevice(), Shape.of(IDENTITY).stride)
+    assert set(choice.seconds) == {s.name for s in strategies(layout)}
+    assert choice.seconds[choice.strategy.name] == min(choice.seconds.values()) < 10
+    assert choice.pinned == torch.cuda.is_available()
+
+
+def test_what_does_not_work_is_never_chosen() -> None:
+    layout = PagedLayout(fakes.pages(IDENTITY, 16), IDENTITY)
+    device = fakes.FakeDevice(Random(0), fails=lambda copy: type(copy).__name__ != "_StagedCopy")
+    choice = choose(layout, device, Shape.of(IDENTITY).stride)
+    assert choice.strategy.name == "staged"
+    assert choice.seconds["pages"] == choice.seconds["direct"] == float("inf")
+
+
+def test_what_is_there_is_looked_for() -> None:
+    found = available()
+    assert set(found) == {"cuda", "cuda-python", "triton", "nixl", "gds"}
+    assert found["cuda"] == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("sizes", [(96, 40), (97, 41), (98, 42), (100, 44)])
+def test_any_alignment(sizes: tuple[int, int]) -> None:
+    identity = fakes.identity(kv=sizes[0], index=sizes[1], gap=0)
+    tensors, random = fakes.pages(identity, 20), Random(1)
+    ticket = fakes.FakeTicket(identity, 20, random)
+    with Swapper(tensors, identity) as swapper:
+        table = random.sample(range(20), 20)
+        swap = swapper.swap_in(fakes.plan(20), ticket, table)
+        assert swap.usable_blocks() == swap.finish() == 20
+    for span in identity.spans:
+        for block in range(20):
+            have = fakes.found(tensors, span, table, block, 1)
+            assert have == fakes.expected(ticket.rows[block], span)
+
+
+# swap-out
+
+
+def filled(count: int, per_block: int = 1) -> dict[Any, Any]:
+    made = torch.Generator().manual_seed(5)
+    return {
+        key: torch.randint(0, 256, t.shape, dtype=torch.uint8, generator=made)
+        for key, t in fakes.pages(IDENTITY, count, per_block).items()
+    }
+
+
+@pytest.mark.parametrize("per_block", [1, 2])
+def test_rows_hold_all_parts_and_zeros_between(per_block: int) -> None:
+    tensors, table = filled(12, per_block), [7, 3, 9, 0, 11, 4]
+    device = fakes.FakeDevice(Random(2))
+    swapper = Swapper(tensors, IDENTITY, strategy=strategies_of(tensors)[0], device=device)
+    out = swapper.swap_out(table)
+    assert out.blocks == len(table) // per_block
+    rows = bytes(out.rows())
+    assert out.wait(1)
+    size = IDENTITY.row_bytes
+    for block in range(out.blocks):
+        row, want = rows[block * size : (block + 1) * size], bytearray(size)
+        for span in IDENTITY.spans:
+            want[span.offset : span.end] = fakes.found(tensors, span, table, block, per_block)
+        assert row == want
+
+
+def strategies_of(tensors: Any) -> Any:
+    return strategies(PagedLayout(tensors, IDENTITY))
+
+
+def test_swap_out_waits_for_who_writes_the_pages() -> None:
+    tensors, device = filled(12), fakes.FakeDevice(Random(3))
+    swapper = Swapper(tensors, IDENTITY, strategy=strategies_of(tensors)[0], device=device)
+    compute = device.stream()
+    compute.submit(Fill(tensors))
+    out = swapper.swap_out([1, 2], after=compute.record())
+    at = IDENTITY.spans[0]
+    assert set(out.rows()[at.offset : at.end]) == {0x55}
+
+
+class Fill(fakes.Work):
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def run(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.fill_(0x55)
+
+
+def test_a_block_table_that_does_not_fit_gives_no_rows() -> None:
+    with Swapper(filled(4), IDENTITY) as swapper:
+        out = swapper.swap_out([3, 4])
+        assert out.blocks == 0 and not out.rows()
+        with pytest.raises(InputError):
+            out.put(None, None, None)
+        buffer = HostBuffer(IDENTITY.row_bytes)
+        assert swapper.swap_out([1, 2], buffer).blocks == 0  # does not fit either
+        assert swapper.swap_out([1], buffer).rows().nbytes == IDENTITY.row_bytes
+
+
+# the whole way
+
+
+def test_out_to_a_store_and_in_again(store: Store, tmp_path: Path) -> None:
+    """Pages, rows, segments, another process, shared memory, other pages: the same bytes."""
+    ns = store.create_namespace(IDENTITY)
+    blocks = 50
+    tokens = list(range(blocks * 128 + 1))
+    source = filled(blocks + 4)
+    random = Random(9)
+    out_table = random.sample(range(blocks + 4), blocks)
+    with Swapper(source, IDENTITY) as swapper:
+        put = swapper.swap_out(out_table).put(store, ns, tokens)
+    assert put.error is None and put.stored == blocks
+    options = launch.Options(8 << 20)
+    target, table = fakes.pages(IDENTITY, 60), random.sample(range(60), blocks)
+    with (
+        launch.private(store.path, options) as client,
+        Swapper(target, IDENTITY) as swapper,
+    ):
+        for _ in range(2):  # from storage, and from the arena
+            plan = store.check(ns, tokens)
+            swap = swapper.swap_in(plan, client.fetch(ns, plan, tokens, deadline=30), table)
+            assert swap.usable_blocks() == blocks
+            assert all([swap.wait_layer(layer) for layer in range(4)])
+            for span in IDENTITY.spans:
+                a, b = source[span.layer, span.part], target[span.layer, span.part]
+                assert torch.equal(a[out_table], b[table])
+                b.fill_(0)
+            assert swap.finish() == blocks
+        assert client.stats()["tickets"] == 0
