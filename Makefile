@@ -18,7 +18,7 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-threefs lint format bench man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-threefs test-gpu lint format bench man install uninstall clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,6 +59,10 @@ test-threefs: $(VENV)/.test ## our rings beside 3FS's own library: KVFS_HF3FS_LI
 	test -n "$$KVFS_HF3FS_LIB" || { echo "set KVFS_HF3FS_LIB to libhf3fs_api_shared.so"; exit 2; }
 	$(PY) -m pytest -q -rs tests/t4_fleet/test_threefs_library.py \
 	    tests/t1_store/test_backend_contract.py $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.test ## swap-in: its tests, those on a GPU where there is one, and its figures
+	$(PY) -m pytest -q -rs tests/t5_engines/test_gpu_*.py $(PYTEST_ARGS)
+	$(PY) -m kvfs.gpu.bench
 
 lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
 	$(PY) -m ruff check .

@@ -48,8 +48,8 @@ class SwapOut:
         self, layout: PagedLayout, device: Device, stream: Stream, block_table: Sequence[int],
         buffer: HostBuffer | None, after: Event | None,
     ) -> None:  # fmt: skip
-        """For Swapper.swap_out. buffer: memory to use again; None for new memory, whose pinning
-        takes longer than the copy. after: whoever wrote the pages has finished there; None for what
+        """For Swapper.swap_out. buffer: memory to use again; None for new memory, which has to be
+        pinned first. after: whoever wrote the pages has finished there; None for what
         the calling thread has enqueued so far."""
         pages = layout.table(block_table)
         self.blocks = 0 if pages is None else len(pages) // layout.per_block
