@@ -8,6 +8,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES ?= .venv-engines
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
@@ -18,7 +19,7 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-threefs test-gpu lint format bench man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-gluster test-threefs test-vllm test-engines test-gpu lint format bench man install uninstall clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,11 +50,17 @@ demo: $(VENV)/.core ## a store, real requests, the mounted tree, a prefix compar
 	$(PY) -m kvfs.sim.demo
 
 test: $(VENV)/.test ## all tests but the slow ones
-	$(PY) -m pytest -q -m 'not slow' $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m 'not slow and not gluster and not engines' $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the slow tests: crashes, long traces, many processes
 	$(PY) -m pytest -q -m slow $(PYTEST_ARGS) || { \
 	    status=$$?; [ $$status -eq 5 ] && echo "no slow test selected" || exit $$status; }
+
+test-gluster: $(VENV)/.test ## two hosts on GlusterFS, a brick killed: installs it (Debian, root)
+	command -v glusterd glusterfs >/dev/null || { apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+	        glusterfs-server glusterfs-client iproute2 >/dev/null; }
+	$(PY) -m pytest -q -rs -m gluster $(PYTEST_ARGS)
 
 test-threefs: $(VENV)/.test ## our rings beside 3FS's own library: KVFS_HF3FS_LIB=FILE, KVFS_HF3FS_DIR=DIR
 	test -n "$$KVFS_HF3FS_LIB" || { echo "set KVFS_HF3FS_LIB to libhf3fs_api_shared.so"; exit 2; }
@@ -63,6 +70,21 @@ test-threefs: $(VENV)/.test ## our rings beside 3FS's own library: KVFS_HF3FS_LI
 test-gpu: $(VENV)/.test ## swap-in: its tests, those on a GPU where there is one, and its figures
 	$(PY) -m pytest -q -rs tests/t5_engines/test_gpu_*.py $(PYTEST_ARGS)
 	$(PY) -m kvfs.gpu.bench
+
+# Each engine has an environment of its own: they pin other versions of the same packages.
+$(ENGINES)/vllm/.ready: .ci/vllm.txt $(VENV)/.system
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	    -r .ci/vllm.txt
+	$(ENGINES)/vllm/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	    --no-build-isolation -e .
+	touch $@
+
+# The engines' own warnings are theirs.
+test-vllm: $(ENGINES)/vllm/.ready ## whole vLLM engines on this CPU (2 GB to install)
+	$(ENGINES)/vllm/bin/python -m pytest -q -W ignore $(PYTEST_ARGS) tests/t5_engines/test_vllm*.py
+
+test-engines: test-vllm ## all inference engines, each in an environment of its own
 
 lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
 	$(PY) -m ruff check .

@@ -38,6 +38,7 @@ from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES
 from kvfs.index.place import default_root, remember, require_local
+from kvfs.index.schema import Run, Segment
 from kvfs.layout import Identity
 from kvfs.local import LocalStore
 from kvfs.namespace import Namespace
@@ -48,9 +49,11 @@ from kvfs.removal import cuts_for, renewals_for
 from kvfs.renewal import Renewer
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 from kvfs.usage import Space
-from kvfs.writer import Writer
+from kvfs.writer import Writer, of_this_host
 
 log = logging.getLogger(__name__)
+LATE_MS = 60_000
+"""What another host wrote shows after this time, whatever the shared file system (3FS: 30 s)."""
 
 
 class Store(LocalStore):
@@ -243,7 +246,8 @@ class Store(LocalStore):
         """Tells that a block of a plan is bad or gone, as a fetch found out (`lasting`).
 
         This host's index forgets it, and what follows in its run, at once, so that the next check
-        is right and the block can be stored again; nothing, if the whole store is away. Returns
+        is right and the block can be stored again; nothing, if the whole store is away, or if
+        another host wrote the block so short a time ago that it may only not show here yet. Returns
         whether it did. Raises InputError for a block that is not in the plan.
         """
         extent = next((e for e in plan.extents if e.block <= block < e.block + e.count), None)
@@ -252,8 +256,7 @@ class Store(LocalStore):
         if not self._marker_in_place():
             return False
         self._count("blocks_reported_bad")
-        self._forget(ns, extent, ns.as_hasher(tokens).digest(extent.block + 1), block)
-        return True
+        return self._forget(ns, extent, ns.as_hasher(tokens).digest(extent.block + 1), block)
 
     def _marker_in_place(self) -> bool:
         """A whole store that is away looks like all its segments missing: forget nothing then."""
@@ -264,22 +267,30 @@ class Store(LocalStore):
             return False
         return True
 
-    def _forget(self, ns: Namespace, extent: Extent, head: bytes, block: int) -> None:
-        """Takes a block and what follows in its run out of this host's index."""
+    def _forget(self, ns: Namespace, extent: Extent, head: bytes, block: int) -> bool:
+        """Takes a block and what follows in its run out of this host's index; says whether."""
 
-        def shorten(applier: Applier) -> None:
+        def shorten(applier: Applier) -> bool:
             run = applier.run(ns.number, head)
             segment = None if run is None else applier.segment(run.seg)
-            if run is None or segment is None:
-                return
+            if run is None or segment is None or self._may_be_late(run, segment):
+                return False
             if (segment.segment, run.slot) == (extent.segment_id, extent.slot):
                 applier.shorten(run, block - extent.block)
+            return True
 
+        done = False
         with contextlib.suppress(KvfsError):
-            self.index.write(shorten)
+            done = self.index.write(shorten)
         if self._writer is not None:
             # Should it be a file we write: it failed, or somebody removed it. No more into it.
             self._writer.retire({extent.segment_id})
+        return done
+
+    def _may_be_late(self, run: Run, segment: Segment) -> bool:
+        """Shared file systems show lengths, bytes and names that other hosts made with a delay."""
+        age = self.now_ms() - max(run.written_ms, segment.created_ms)
+        return age < LATE_MS and not of_this_host(segment.path)
 
     def put(
         self, ns: Namespace, tokens: Any, blocks: Any, *, first_block: int = 0,

@@ -43,8 +43,17 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 def writer_name(writer_id: bytes) -> str:
     """Host, boot and random id: no two processes ever have the same, whatever their clocks say."""
+    return f"{_host()}{writer_id.hex()}"
+
+
+def _host() -> str:
     host = re.sub(r"[^A-Za-z0-9.]", "-", socket.gethostname())[:40] or "host"
-    return f"{host}-{boot_id()[:8]}-{writer_id.hex()}"
+    return f"{host}-{boot_id()[:8]}-"
+
+
+def of_this_host(path: str) -> bool:
+    """Says whether a segment was written by a process of this host, since it was last started."""
+    return path.rsplit("/", 1)[-1].startswith(_host())
 
 
 class Writer:

@@ -80,10 +80,10 @@ def test_a_put_is_a_hit_on_every_other_host_within_a_second(
         out, err = process.communicate("\n")
         assert process.returncode == 0, err
     put = {seed: at for host in told for seed, at in host["put"].items()}
-    delays = [at - put[seed] for host in told for seed, at in host["seen"].items()]
+    delays = [at - put[seed] for host in told for seed, at in host["whole"].items()]
     assert len(put) == hosts * puts
     assert len(delays) == (hosts - 1) * hosts * puts
-    assert [host["wrong"] for host in told] == [[]] * hosts
+    assert [host["reasons"] for host in told] == [{}] * hosts
     assert sorted(delays)[int(len(delays) * 0.99)] < 1.0
 
 
@@ -387,6 +387,34 @@ def test_a_renewal_comes_in_before_the_run_it_renews(stock: Stock) -> None:
     following._all_due = time.monotonic() + 100
     following.turn()
     assert host.runs() == third.runs() != set()
+
+
+def test_a_block_that_does_not_show_here_yet_is_not_forgotten(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host wrote it a moment ago: a length, the bytes or the file itself may come later."""
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert other(stock, "elsewhere").put(tokens(1, 40)).complete
+    monkeypatch.undo()
+    host, _ = counted(stock)
+    host.store.catch_up()
+    path = next(iter(host.paths()))
+    data = Path(path).read_bytes()
+    for shown in (data[:9000], data[:9000] + bytes(len(data) - 9000), None):
+        if shown is None:
+            os.unlink(path)
+        else:
+            Path(path).write_bytes(shown)
+        blocks, reason = host.fetch(tokens(1, 40))
+        assert blocks < 10 and reason
+        assert host.stored(tokens(1, 40)) == 10
+    Path(path).write_bytes(data)
+    host.store.reader().forget(os.path.relpath(path, stock.store.path))
+    assert host.good(tokens(1, 40)) == 10
+    os.truncate(path, 9000)
+    stock.clock.now += 61
+    assert host.good(tokens(1, 40)) == 1
+    assert host.stored(tokens(1, 40)) == 1  # now it is gone for good
 
 
 # killed, deleted, rebuilt
