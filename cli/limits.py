@@ -60,9 +60,9 @@ SHARE = click.FloatRange(0, 1)
 @click.option("--reserve", metavar="SIZE",
               help="Of the file system, never written by puts. Default: 1 %, 1 GiB at most.",
               )  # fmt: skip
-@click.option("--clean-share", type=SHARE,
-              help="Copy a segment forward when less than this share of it is in use.",
-              )  # fmt: skip
+@click.option("--clean-share", metavar="SHARE",
+              help="Copy a segment forward when less than this share of it is in use. Default: "
+                   "half, less where there is room.")  # fmt: skip
 @click.option("--rate", metavar="SIZE", help="Copy no more than this in a second.")
 @click.option("--removals", metavar="N", help="Remove no more files in a second.")
 @click.option("--namespace", "namespaces", multiple=True, metavar="NAME=SIZE",
@@ -119,7 +119,7 @@ def _changed(
 def _value(option: str, value: Any) -> Any:
     if value == NONE:
         return None
-    if option == "removals":
+    if option in ("removals", "clean_share"):
         return click.FLOAT.convert(value, None, None)
     return BYTES.convert(value, None, None) if isinstance(value, str) else value
 
@@ -143,12 +143,12 @@ def _print(result: dict[str, Any]) -> None:
         return "no limit" if value is None else output.size(value)
 
     reserve = "1 %, 1 GiB at most" if result["reserve_bytes"] is None else size("reserve_bytes")
-    removals = result["remove_rate"]
+    removals, clean = result["remove_rate"], result["clean_share"]
     output.pairs([
         ("capacity", size("capacity_bytes")), ("used", size("used_bytes")),
         ("free", size("free_bytes")), ("reserve", reserve),
         ("high", f"{result['high']:.0%}"), ("low", f"{result['low']:.0%}"),
-        ("clean below", f"{result['clean_share']:.0%}"),
+        ("clean below", "half, less where there is room" if clean is None else f"{clean:.0%}"),
         ("copies a second", size("copy_rate")),
         ("removals a second", "no limit" if removals is None else f"{removals:g}"),
     ])  # fmt: skip

@@ -39,6 +39,7 @@ from kvfs.occupancy import Occupied
 from kvfs.readahead import RecordReader
 from kvfs.record import Landing, RunBlocks, Trailer, check_payload, parse
 from kvfs.restating import restated, unheard
+from kvfs.salvage import shortened
 from kvfs.segment_writer import Written
 from kvfs.store import Store
 from kvfs.throttle import Bucket
@@ -207,7 +208,8 @@ class Cleaner:
             self._written.append(w)
             id_ = w.segment.header.segment_id
             if copy is None or (id_, w.slot) != (copy.segment, copy.slot + copy.count):
-                heads = self._heads(segment, run)
+                before = copy.pieces[0].run.head if copy is not None else run.head
+                heads = self._heads(segment, run, before if copy or first + at else b"")
                 copy = _Copy(ns, id_, w.slot, heads, written_ms, run.class_id)
                 self._copies.append(copy)
             copy.add(run, segment.segment, first + at, w.blocks)
@@ -240,12 +242,14 @@ class Cleaner:
             return None
         return trailer if check_payload(at.shape, at.payload(i), trailer) is None else None
 
-    def _heads(self, segment: Segment, run: Run) -> bytes:
-        """The path heads that the run was written with, for hosts that cut its chain otherwise."""
+    def _heads(self, segment: Segment, run: Run, before: bytes) -> bytes:
+        """The path heads that the run was written with, for hosts that cut its chain otherwise, and
+        what is in front of it now."""
+        heads = b""
         for told in self._published.get(segment.segment, ()):
             if told.slot <= run.slot < told.slot + told.count:
-                return told.heads
-        return b""
+                heads = told.heads + (told.hashes[:HASH_BYTES] if told.slot < run.slot else b"")
+        return shortened(heads + before)
 
     # publishing
 

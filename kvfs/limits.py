@@ -7,7 +7,8 @@ and the housekeeper of every host heed a change within seconds. No file means no
   high, low          shares of it: above `high` the housekeeper evicts, until `low` is reached
   reserve_bytes      of the file system, never written by puts, so that there is always room for
                      journals and for cleaning; null: 1 % of it, 1 GiB at most
-  clean_share        a segment is copied forward when less than this share of it is in use
+  clean_share        a segment is copied forward when less than this share of it is in use; null:
+                     half of it in a full store, less and less the more room there is
   copy_rate          bytes a second that cleaning reads and writes; null: no limit
   remove_rate        files a second that are removed; null: no limit
   namespaces         name -> bytes its segments may take
@@ -29,6 +30,8 @@ from kvfs.errors import BackendError, FormatError, InputError
 PATH = "limits.json"
 _LIMIT = 1 << 20
 _MOST_RESERVED = 1 << 30
+_CLEAN_SHARE = 0.5
+_LEAST_FULL = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Limits:
     high: float = 0.92
     low: float = 0.85
     reserve_bytes: int | None = None
-    clean_share: float = 0.5
+    clean_share: float | None = None
     copy_rate: float | None = None
     remove_rate: float | None = None
     namespaces: dict[str, int] = field(default_factory=dict)
@@ -51,7 +54,7 @@ class Limits:
                 f"low is {self.low} and high is {self.high}: they must be shares with "
                 "0 < low < high < 1"
             )
-        if not 0 <= self.clean_share < 1:
+        if self.clean_share is not None and not 0 <= self.clean_share < 1:
             raise InputError(f"clean_share is {self.clean_share}; it must be at least 0, below 1")
         for name in ("capacity_bytes", "copy_rate", "remove_rate"):
             value = getattr(self, name)
@@ -81,6 +84,13 @@ class Limits:
         if self.reserve_bytes is not None:
             return self.reserve_bytes
         return min(_MOST_RESERVED, total // 100)
+
+    def clean_below(self, fullness: float) -> float:
+        """The share below which segments are copied forward. fullness: what is taken of `low` of
+        the capacity: copies only pay where the room that they win is wanted."""
+        if self.clean_share is not None:
+            return self.clean_share
+        return _CLEAN_SHARE * min(1.0, max(_LEAST_FULL, fullness))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

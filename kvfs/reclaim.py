@@ -3,8 +3,8 @@
 1. for the store, and for each namespace and tenant with a quota: where its segments take more than
    `high` of the limit, the longest unused runs go (kvfs.eviction) until what is in use would fit
    below `low` with some slack; others' runs never go for it
-2. segments that are little used are copied forward (kvfs.cleaner), the least used first: below
-   `clean_share` always, and as many as it takes where a limit is exceeded
+2. segments that are little used are copied forward (kvfs.cleaner), the least used first: those
+   below a share always, and as many as it takes where a limit is exceeded
 
 `dry_run` takes the same way and leaves out the writing. Blocking; belongs to one thread, which
 holds the lease.
@@ -104,10 +104,13 @@ class Reclaim:
         done.used_bytes = sum(s.bytes for s in self._segments)
         done.live_bytes = sum(s.live_bytes for s in self._segments)
         victims: dict[bytes, tuple[Occupied, str]] = {}
-        for scope in self._scopes():
+        scopes = self._scopes()
+        for scope in scopes:
             for s in self._relieve(scope, done):
                 victims.setdefault(s.segment.segment, (s, f"{scope.what} is too full"))
-        for s in worth_cleaning(self._segments, self.limits.clean_share, None):
+        whole = scopes[-1].limit * self.limits.low
+        below = self.limits.clean_below(done.used_bytes / whole)
+        for s in worth_cleaning(self._segments, below, None):
             victims.setdefault(s.segment.segment, (s, "little of it is in use"))
         ready = [v for v in victims.values() if self.expiry.quiet(v[0].segment)]
         ready.sort(key=lambda v: v[0].share)

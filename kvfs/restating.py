@@ -17,6 +17,7 @@ from kvfs.frames import MoveEntry, RunEntry, Source
 from kvfs.index.apply import Applier
 from kvfs.index.placer import Placer
 from kvfs.index.schema import LIVE, Run, Segment, common
+from kvfs.salvage import shortened
 
 
 def restated(
@@ -87,9 +88,9 @@ def _as_it_is(
     behind = first + shown
     if behind < run.count:
         sources.append(Source(place.segment, run.slot + behind, run.count - behind))
-    heads = entry.heads if not first and not start else b""
+    heads = b"" if first else entry.heads + (entry.hashes[:HASH_BYTES] if start else b"")
     told = RunEntry(
         entry.nsid, place.segment, run.slot, run.block, run.written_ms, run.expires_ms, run.parent,
-        heads, run.hashes,
+        shortened(heads), run.hashes,
     )  # fmt: skip
     return MoveEntry(now_ms, tuple(sources), told)

@@ -114,14 +114,14 @@ class _Linker:
         if not run.heads and run.block:
             run = replace(run, heads=self._heads.get(run.parent, b""))
         if self._wanted:
-            path = _shortened(run.heads + run.hashes[:HASH_BYTES])
+            path = shortened(run.heads + run.hashes[:HASH_BYTES])
             for at in range(0, len(run.hashes), HASH_BYTES):
                 if run.hashes[at : at + HASH_BYTES] in self._wanted:
                     self._heads[run.hashes[at : at + HASH_BYTES]] = path
         return run
 
 
-def _shortened(heads: bytes) -> bytes:
+def shortened(heads: bytes) -> bytes:
     """The first and the most recent heads, as a put keeps them."""
     limit = MAX_PATH_HEADS * HASH_BYTES
     if len(heads) <= limit:

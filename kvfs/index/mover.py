@@ -40,7 +40,9 @@ class Mover:
         """Returns the runs that are new, or None if the parent block is in no run."""
         run, first = self.a.run(self.segment.ns, self._hash(0)), 0
         if run is None and self.entry.block:
-            run = Placer(self.a, self.segment, self.entry, self.n).parent_run()
+            placer = Placer(self.a, self.segment, self.entry, self.n)
+            # It must not wait where its parent is there: the place it was in goes.
+            run = placer.parent_run(thorough=True)
             if run is None:
                 return None
             first = self.entry.block - run.block

@@ -102,9 +102,12 @@ class Placer:
 
     # the parent
 
-    def parent_run(self) -> Run | None:
-        """The live run that holds the block before our first."""
+    def parent_run(self, *, thorough: bool = False) -> Run | None:
+        """The live run that holds the block before our first; thorough: also if no path head is
+        known here, which takes a look at all runs."""
         run = self.a.run(self.segment.ns, self.entry.parent) or self._behind_heads()
+        if run is None and thorough:
+            run = self._among_all()
         return None if run is None or self._expired(run) else run
 
     def _behind_heads(self) -> Run | None:

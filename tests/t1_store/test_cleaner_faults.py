@@ -1,0 +1,221 @@
+"""The cleaner on storage that fails, and killed at any instant: nothing that lives is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfs.backend import PosixBackend
+from kvfs.errors import KvfsError
+from kvfs.fsck import fsck
+from kvfs.gc import Collector
+from kvfs.limits import Limits
+from kvfs.store import Store
+from kvfs.testing.faults import CutAt, Fail, FaultyBackend, Short
+from kvfs.testing.indexcheck import index_faults
+from kvfs.testing.stock import Clock, Stock, tokens
+
+CHAINS = 6
+
+
+def worn(path: Path, **options: Any) -> tuple[Stock, dict[int, list[int]]]:
+    """A store of which each segment is half in use: the prompts to find, by the blocks of each."""
+    stock = Stock.make(path, segment_bytes=128 << 10, **options)
+    kept = {}
+    for seed in range(CHAINS):
+        chain: list[int] = []
+        for turn in range(4):
+            chain = tokens(10 * seed + turn, 24, after=chain)
+            stock.put(chain)
+            waste = tokens(1000 + 10 * seed + turn, 28)
+            stock.put(waste)
+            stock.store.remove(stock.ns, waste)
+        kept[seed] = chain
+    stock.store.writer().retire({s.segment for s in stock.store.index.segments()})
+    Limits(clean_share=0.9).save(stock.store.backend)
+    return stock, kept
+
+
+def lost(stock: Stock, kept: dict[int, list[int]]) -> dict[int, int]:
+    """Chains of which fetch does not deliver all."""
+    found = {seed: stock.good(chain) for seed, chain in kept.items()}
+    return {seed: n for seed, n in found.items() if n != len(kept[seed]) // 4}
+
+
+def sound(stock: Stock) -> None:
+    report = fsck(stock.store)
+    assert not report.damaged, report.findings
+    assert report.level_count("warning") == 0, report.findings
+    assert index_faults(stock.store.index) == []
+
+
+SITES = [
+    ("create", "seg/*"), ("writev", "seg/*"), ("sync", "seg/*"), ("truncate", "seg/*"),
+    ("create", "log/*"), ("writev", "log/*"), ("sync", "log/*"), ("unlink", "seg/*"),
+    ("readv", "seg/*"), ("open", "seg/*"), ("size", "seg/*"), ("names", "seg*"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(("op", "path"), SITES)
+def test_an_error_at_every_site(store_dir: Path, op: str, path: str, error: int) -> None:
+    faults = FaultyBackend(PosixBackend(str(store_dir)))
+    stock, kept = worn(store_dir, durability="batch", grace_seconds=0.0, backend=faults)
+    for nth in (1, 2, 5):
+        faults.on(op, path, nth=nth, do=Fail(error))
+        with contextlib.suppress(KvfsError, OSError):
+            Collector(stock.store).run()
+        faults.clear()
+        assert lost(stock, kept) == {}
+    stock.clock.now += 1
+    result = Collector(stock.store).run()
+    stock.clock.now += 1
+    Collector(stock.store).run()
+    assert lost(stock, kept) == {} and result.problems == []
+    sound(stock)
+    again = stock.again()
+    assert lost(again, kept) == {}
+    other = again.another(index=str(store_dir) + ".other")
+    assert lost(other, kept) == {}
+    stock.close()
+
+
+@pytest.mark.parametrize("effect", [Short(5000), CutAt(40_000, errno.ENOSPC)])
+def test_short_writes_and_a_disk_that_ends(store_dir: Path, effect: Any) -> None:
+    faults = FaultyBackend(PosixBackend(str(store_dir)))
+    stock, kept = worn(store_dir, backend=faults)
+    faults.on("writev", "seg/*", do=effect, times=None)
+    with contextlib.suppress(KvfsError):
+        Collector(stock.store).run()
+    faults.clear()
+    assert lost(stock, kept) == {}
+    Collector(stock.store).run()
+    assert lost(stock, kept) == {}
+    sound(stock)
+    stock.close()
+
+
+def test_an_error_in_every_tenth_call(store_dir: Path) -> None:
+    faults = FaultyBackend(PosixBackend(str(store_dir)), seed=11)
+    stock, kept = worn(store_dir, grace_seconds=0.0, backend=faults)
+    for op in ("create", "writev", "sync", "truncate", "unlink"):
+        for path in ("seg/*", "log/*"):  # a lease that cannot be given back has its time
+            faults.on(op, path, do=Fail(errno.EIO), times=None, chance=0.1)
+    for _ in range(30):
+        stock.clock.now += 1
+        with contextlib.suppress(KvfsError, OSError):
+            Collector(stock.store).run()
+    faults.clear()
+    assert lost(stock, kept) == {}
+    stock.clock.now += 1
+    Collector(stock.store).run()
+    assert not fsck(stock.store).damaged  # files that could not be removed are left over
+    assert index_faults(stock.store.index) == []
+    stock.close()
+
+
+# Seeds below 33,333 begin with different blocks.
+WORKER = """
+import random, sys, time
+from kvfs.gc import Collector
+from kvfs.errors import KvfsError
+from kvfs.store import Store
+from kvfs.testing.blocks import payloads
+from kvfs.testing.stock import tokens
+path, index, role, n = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+store = Store.open(path, index=index)
+ns = store.namespaces()[0]
+rng = random.Random(n)
+print("ready", flush=True)
+step = 0
+while True:
+    step += 1
+    if role == "clean":
+        try: Collector(store, force=True).run()
+        except KvfsError: pass
+        continue
+    chain, turns = [], rng.randrange(1, 5)
+    for turn in range(turns):
+        chain = tokens(3000 * n + 5 * step + turn, 24, after=chain)
+        hasher = ns.hasher(chain)
+        waste = ns.hasher(tokens(27_500 + (700 * n + step) % 5000, 28))
+        put = store.put(ns, hasher, payloads(hasher, ns.row_bytes))
+        store.put(ns, waste, payloads(waste, ns.row_bytes))
+        store.remove(ns, waste)
+        print(5 * step, turn, int(put.complete), flush=True)
+        if put.error is not None: print(put.error, file=sys.stderr)
+"""
+
+
+def start(stock: Stock, index: Path, role: str, n: int) -> subprocess.Popen[str]:
+    arguments = [stock.store.path, str(index), role, str(n)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, env={**os.environ, "KVFS_INDEX_FORCE": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def acknowledged(out: str, n: int) -> list[list[int]]:
+    """The prompts that a killed writer was told are stored."""
+    chains: dict[int, list[int]] = {}
+    prompts = []
+    for line in out.splitlines():
+        parts = line.split()
+        if len(parts) != 3:
+            continue
+        step, turn, complete = map(int, parts)
+        before = chains.get(step, []) if turn else []
+        chains[step] = tokens(3000 * n + step + turn, 24, after=before)
+        if complete:
+            prompts.append(chains[step])
+    return prompts
+
+
+@pytest.mark.timeout(180)
+def test_cleaners_and_writers_killed_at_random(store_dir: Path, tmp_path: Path) -> None:
+    """Of two hosts. Whatever was acknowledged is delivered, by both, and the store is sound."""
+    clock = Clock(time.time())
+    stock = Stock.make(
+        store_dir, clock=clock, segment_bytes=128 << 10, grace_seconds=1.0,
+        index=str(tmp_path / "a"),
+    )  # fmt: skip
+    Limits(clean_share=0.9).save(stock.store.backend)
+    rng = random.Random(3)
+    prompts: list[list[int]] = []
+    for n in range(1, 6):
+        writer = start(stock, tmp_path / "ab"[n % 2], "put", n)
+        for _ in range(3):
+            cleaner = start(stock, tmp_path / rng.choice("ab"), "clean", n)
+            time.sleep(rng.random() * 0.4)  # a random instant is what is tested
+            cleaner.kill()
+            assert "Error" not in cleaner.communicate()[1]
+        writer.kill()
+        assert writer.stdout is not None
+        out = writer.stdout.read()  # communicate() would leave out what readline() has buffered
+        assert not writer.communicate()[1]
+        prompts += acknowledged(out.rpartition("\n")[0], n)
+    assert len(prompts) > 50
+    clock.now = time.time()
+    stock.store.catch_up()
+    assert [p for p in prompts if stock.good(p) != len(p) // 4] == []
+    report = fsck(stock.store)
+    assert not report.damaged and report.counts.keys() <= {"unsealed", "dropped", "orphan"}, (
+        report.findings
+    )
+    Collector(stock.store, force=True).run()
+    with Store.open(store_dir, index=str(tmp_path / "c"), clock=clock) as fresh:
+        other = Stock(fresh, fresh.namespace(stock.ns.nsid), clock)
+        assert [p for p in prompts if other.good(p) != len(p) // 4] == []
+    assert index_faults(stock.store.index) == []
+    stock.close()
