@@ -75,6 +75,7 @@ class Pinned:
         if cudart is None:
             if not torch.cuda.is_available():
                 self.problem = "no CUDA device"
+                self._view = memoryview(b"")  # nothing to keep mapped
                 return
             self._cudart = torch.cuda.cudart()
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)

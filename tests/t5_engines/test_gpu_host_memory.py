@@ -198,6 +198,38 @@ def test_a_block_table_that_does_not_fit_gives_no_rows() -> None:
 # the whole way
 
 
+@pytest.mark.parametrize("part", ["index", "kv"])
+def test_a_damaged_part_ends_the_prefix(store: Store, part: str) -> None:
+    """20 stored blocks, one byte of one part of block 7 wrong: 7 blocks, whatever the part."""
+    ns = store.create_namespace(IDENTITY)
+    tokens, table = list(range(20 * 128 + 1)), list(range(20))
+    source, target = filled(20), fakes.pages(IDENTITY, 20)
+    with Swapper(source, IDENTITY) as swapper:
+        assert swapper.swap_out(table).put(store, ns, tokens).error is None
+    damage(Path(store.path), source[2, part][7].numpy().tobytes())
+    with (
+        launch.private(store.path, launch.Options(8 << 20)) as client,
+        Swapper(target, IDENTITY) as swapper,
+    ):
+        plan = store.check(ns, tokens)
+        swap = swapper.swap_in(plan, client.fetch(ns, plan, tokens, deadline=30), table)
+        assert swap.usable_blocks() == 7 and swap.reason
+        assert all([swap.wait_layer(layer) for layer in range(4)])
+        assert swap.finish() == 7
+    for key, tensor in target.items():
+        assert torch.equal(tensor[:7], source[key][:7])
+        assert bool((tensor[7:] == fakes.POISON).all()), "nothing behind it was delivered"
+
+
+def damage(store: Path, data: bytes) -> None:
+    """Flips a bit of what a segment holds."""
+    (path,) = [p for p in store.rglob("*.seg") if data in p.read_bytes()]
+    at = path.read_bytes().index(data) + 3
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([data[3] ^ 1]))
+
+
 def test_out_to_a_store_and_in_again(store: Store, tmp_path: Path) -> None:
     """Pages, rows, segments, another process, shared memory, other pages: the same bytes."""
     ns = store.create_namespace(IDENTITY)

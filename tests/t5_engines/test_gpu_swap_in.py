@@ -56,6 +56,9 @@ class Case:
         assert swap.finish() == usable
         return usable
 
+    def forward_once(self) -> int:
+        return self.forward(self.start())
+
 
 seeds = st.integers(0, 1 << 32)
 
@@ -86,6 +89,17 @@ def test_a_stream_that_waits_reads_whole_layers(seed: int, strategy: Strategy) -
     compute.record().wait()
     assert swap.finish() == usable == 20
     assert read == dict.fromkeys(LAYERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_a_thousand_forward_passes(strategy: Strategy) -> None:
+    """And another thousand on a worker thread, that really runs beside this one."""
+    for seed in range(1000):
+        assert Case(seed, strategy=strategy).forward_once() == 20
+        case = Case(seed, strategy=strategy, device=CpuDevice())
+        with case.swapper:
+            assert case.forward_once() == 20
 
 
 class Read(fakes.Work):
