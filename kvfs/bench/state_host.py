@@ -8,6 +8,7 @@ answers each byte with the bytes of a slot, and nothing else). Ends when its sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -54,10 +55,14 @@ def main() -> None:
 def _send_plainly(listener: socket.socket, data: bytes) -> None:
     while True:
         connection, _ = listener.accept()
-        with connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while connection.recv(1):
-                connection.sendall(data)
+        threading.Thread(target=_send_to, args=(connection, data), daemon=True).start()
+
+
+def _send_to(connection: socket.socket, data: bytes) -> None:
+    with connection, contextlib.suppress(ConnectionError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while connection.recv(1):
+            connection.sendall(data)
 
 
 if __name__ == "__main__":
