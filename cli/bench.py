@@ -27,6 +27,8 @@ MANUAL = {
     fetch.128k.warm, fetch.128k.cold -- the same blocks read and verified, from the page cache and
     without it; with .unverified: without the checksums of the payloads
     startup.check, startup.help -- whole processes of kvctl check and kvctl --help
+    follow.blocks -- a journal of a million blocks of another host into this host's index
+    follow.check -- check of 131,072 tokens while a process follows such a journal
     state.pull -- sliding-window state of DeepSeek-V4.1-Flash from another process, over a link
     between two network namespaces where they may be made, else the loopback device; with .load:
     at 200 a second. Needs the packages of kvfs[serve]
@@ -48,7 +50,7 @@ MANUAL = {
     kvctl bench check --blocks 1000000
     kvctl bench put fetch --store /srv/kvfs --json
 """)
-@click.argument("names", metavar="[check|put|fetch|startup|state|all]...", nargs=-1,
+@click.argument("names", metavar="[check|put|fetch|startup|follow|state|all]...", nargs=-1,
                 type=click.Choice([*BENCHES, "all"]))  # fmt: skip
 @click.option("--store", "directory", metavar="DIR",
               help="Measure the file system of this directory, in a store of its own that is "
@@ -60,7 +62,7 @@ MANUAL = {
               help="Blocks in the index that check is measured on.")  # fmt: skip
 @click.option("--runs", type=click.IntRange(1),
               help="Samples of each figure. Default: 60 for check (500 for check.miss), 7 for put "
-                   "and fetch, 20 for startup, 200 for state.")  # fmt: skip
+                   "and fetch, 20 for startup, 3 and 60 for follow, 200 for state.")  # fmt: skip
 @common.json_option
 @click.make_pass_decorator(Settings, ensure=True)
 def command(

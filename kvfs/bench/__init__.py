@@ -9,11 +9,11 @@ synthetic  an index of millions of blocks           check      `check.*`
 payload    prompts of 1,022 blocks and their bytes  put        `put.*`
 fetch      `fetch.*`                                startup    `startup.*`
 state      `state.*`, from state_host               netns      two network namespaces and a link
-report     tables and JSON
+follow     `follow.*`                               report     tables and JSON
 
 A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCHES.
 """
 
 from __future__ import annotations
 
-BENCHES = ("check", "put", "fetch", "startup", "state")
+BENCHES = ("check", "put", "fetch", "startup", "follow", "state")
