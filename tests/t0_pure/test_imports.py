@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "kvfs.errors kvfs.filesystems",
+        "kvfs.errors kvfs.filesystems kvfs.forking",
         "kvfs.chain kvfs.layout kvfs.presets kvfs.geometry",
         "kvfs.arena kvfs.backend kvfs.frames kvfs.record kvfs.slot_entries",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         " kvfs.renewal kvfs.throttle kvfs.limits kvfs.usage kvfs.merging kvfs.restating kvfs.pace"
         " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
         "kvfs.store kvfs.gc kvfs.expiry kvfs.occupancy kvfs.cleaner kvfs.eviction kvfs.reclaim"
-        " kvfs.folding kvfs.housekeeping kvfs.fsck kvfs.rebuild kvfs.state"
+        " kvfs.folding kvfs.housekeeping kvfs.purge kvfs.fsck kvfs.rebuild kvfs.state"
         " kvfs.following kvfs.lag kvfs.systemd",
         "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
