@@ -62,6 +62,7 @@ MAP: dict[str, dict[str, str]] = {
     "Try out and measure": {
         "bench": "Measure check, put, fetch and start-up beside the limits of this machine",
         "replay": "Drive a store with a request trace and say what hit",
+        "plan": "Say what a fleet would ask of its storage",
         "state": "Look at the sliding-window state that models keep beside blocks",
         "version": "Say which version of kvfs this is, and which formats it reads",
     },

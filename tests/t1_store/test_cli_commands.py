@@ -371,6 +371,7 @@ def test_every_json_field_is_in_the_manual(stored: Path, cli_namespace: str) -> 
         "rebuild": [kvctl_json("rebuild")],
         "replay": [kvctl_json("replay", "--limit", "3", "weka_claude_code_small")],
         "doctor": [kvctl_json("doctor")[0]],
+        "plan": [kvctl_json("plan")],
         "version": [kvctl_json("version")],
         "stats": [kvctl_json("stats")],
         "status": [kvctl_json("status")],
