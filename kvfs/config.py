@@ -88,6 +88,9 @@ class StoreConfig:
             raise FormatError(f"{where}: not a kvfs store marker ({e!r})") from e
         if version != FORMAT:
             raise FormatError(f"{where}: store format {version}; this kvfs reads {FORMAT}")
+        unknown = fields.keys() - set(cls.__dataclass_fields__)
+        if unknown:
+            raise FormatError(f"{where}: settings of a newer kvfs: {', '.join(sorted(unknown))}")
         try:
             return cls(bytes.fromhex(fields.pop("uuid")), **fields)
         except (TypeError, ValueError, KeyError, InputError) as e:
