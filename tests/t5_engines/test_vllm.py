@@ -162,3 +162,16 @@ def test_vanished_segments(scene: Scene) -> None:
     (answer,) = scene.engine.generate(ids)
     assert answer["cached"] == 0 and said(answer) == said(plain)
     scene.place.close(again=True)
+
+
+def test_scheduler_and_worker_in_processes_of_their_own(tmp_path: Path, models: Path) -> None:
+    """As `vllm serve` runs them; what the first engine took is stored although it ends at once."""
+    place, model, ids = Place(tmp_path), make("llama", models), prompt(600)
+    environment = {**place.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    answers = []
+    for _ in range(2):
+        with Vllm(model, place.transfer(), environment=environment) as engine:
+            answers += engine.generate(ids)
+    place.close()
+    assert [a["cached"] for a in answers] == [0, 512]
+    assert said(answers[0]) == said(answers[1])

@@ -92,14 +92,17 @@ class Vllm:
 
     def __init__(
         self, model: Path, transfer: dict[str, Any] | None = None, *,
-        environment: dict[str, str] | None = None, **engine: Any,
+        environment: dict[str, str] | None = None, watch: bool = False, **engine: Any,
     ) -> None:  # fmt: skip
+        """watch: measure how long vLLM waits for the connector; engine: arguments of LLM."""
         self.process = subprocess.Popen(
             [sys.executable, vllm_tiny.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env=environment,
         )  # fmt: skip
         self.metrics: dict[str, float] = {}
-        self._ask({"model": str(model), "transfer": transfer or {}, "engine": engine})
+        self.connector_seconds = 0.0
+        start = {"model": str(model), "transfer": transfer or {}, "engine": engine}
+        self._ask({**start, "watch": watch})
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -117,6 +120,7 @@ class Vllm:
         """
         given = [{"prompt_token_ids": ids, **fields} for ids in prompts]
         answer = self._ask({"prompts": given, "tokens": tokens})
+        self.connector_seconds = answer["connector_seconds"]
         before, self.metrics = self.metrics, answer["metrics"]
         self.news = {
             name.removeprefix("vllm:kvfs_"): n - before.get(name, 0)

@@ -132,9 +132,38 @@ def serve(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     """
     if request.get("reset", True):
         llm.reset_prefix_cache()
+    spent.clear()
     out = answers(llm, request["prompts"], request.get("tokens", 8))
+    connector = sum(spent.values())
     settle()
-    return {"answers": out, "metrics": metrics(llm)}
+    return {"answers": out, "metrics": metrics(llm), "connector_seconds": connector}
+
+
+CALLS = (
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+    "update_connector_output", "request_finished_all_groups", "take_events", "start_load_kv",
+    "wait_for_save", "get_transfer_results", "build_connector_worker_meta",
+    "get_kv_connector_stats",
+)  # fmt: skip
+spent: dict[str, float] = {}
+"""Seconds in the connector's methods, which vLLM waits for."""
+
+
+def watch(cls: Any) -> None:
+    """Measures how long vLLM waits for a connector's methods."""
+
+    def timed(name: str, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
+
+        return call
+
+    for name in CALLS:
+        setattr(cls, name, timed(name, getattr(cls, name)))
 
 
 def settle() -> None:
@@ -148,7 +177,12 @@ def settle() -> None:
 
 def main() -> None:
     environment()
-    llm = engine(json.loads(sys.stdin.readline()))
+    request = json.loads(sys.stdin.readline())
+    if request.get("watch"):
+        from kvfs.connectors.vllm import KvfsConnector
+
+        watch(KvfsConnector)
+    llm = engine(request)
     print("RESULT {}", flush=True)
     for line in sys.stdin:
         print("RESULT", json.dumps(serve(llm, json.loads(line))), flush=True)
