@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfs.bench import BENCHES
+from kvfs.bench import BENCHES, LONG
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
 
@@ -32,6 +32,11 @@ MANUAL = {
     state.pull -- sliding-window state of DeepSeek-V4.1-Flash from another process, over a link
     between two network namespaces where they may be made, else the loopback device; with .load:
     at 200 a second. Needs the packages of kvfs[serve]
+    steady.1h, steady.1d, steady.3d -- not of "all", since they take many minutes: five days of
+    coding agents at a fixed capacity, by time to live. points_below: of the hit rate, below what
+    the rule of a sliding time to live with that capacity hits; copied_per_written: bytes that
+    cleaning copies; removals_per_tb: calls that remove a file, beside those of a file for each
+    block
     """,
     "JSON output": """
     An object:
@@ -51,7 +56,7 @@ MANUAL = {
     kvctl bench put fetch --store /srv/kvfs --json
 """)
 @click.argument("names", metavar="[check|put|fetch|startup|follow|state|all]...", nargs=-1,
-                type=click.Choice([*BENCHES, "all"]))  # fmt: skip
+                type=click.Choice([*BENCHES, *LONG, "all"]))  # fmt: skip
 @click.option("--store", "directory", metavar="DIR",
               help="Measure the file system of this directory, in a store of its own that is "
                    "removed at the end. Default: the temporary directory.")  # fmt: skip

@@ -11,9 +11,13 @@ fetch      `fetch.*`                                startup    `startup.*`
 state      `state.*`, from state_host               netns      two network namespaces and a link
 follow     `follow.*`                               report     tables and JSON
 
+steady     `steady.*`: days of a store's life
+
 A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCHES.
 """
 
 from __future__ import annotations
 
 BENCHES = ("check", "put", "fetch", "startup", "follow", "state")
+LONG = ("steady",)
+"""Those that take many minutes: only when they are named."""

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from kvfs import __version__
-from kvfs.bench import BENCHES
+from kvfs.bench import BENCHES, LONG
 from kvfs.bench.timing import Options, Row
 from kvfs.filesystems import filesystem_type
 
@@ -21,7 +21,7 @@ def measure(names: Iterable[str], options: Options) -> list[Row]:
     """Runs benchmarks by name, in their own order. Raises what they raise."""
     wanted = set(names)
     rows: list[Row] = []
-    for name in BENCHES:
+    for name in (*BENCHES, *LONG):
         if name in wanted:
             rows += import_module(f"kvfs.bench.{name}").run(options)
     return rows
