@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvfs import forking
 from kvfs.errors import InputError
 from kvfs.index import Index
 from kvfs.layout import Identity
@@ -44,7 +45,11 @@ class Catalog:
     def __init__(self, index: Index) -> None:
         self.index = index
         self._lock = threading.Lock()
+        forking.register(self)
         self._namespaces: dict[bytes, Namespace] = {}
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def seed(self, backend: Backend, config: StoreConfig) -> list[str]:
         """Brings in classes and namespaces as the store's files have them; the journals may know

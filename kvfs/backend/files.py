@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvfs import forking
 from kvfs.backend.base import Backend, OpenFile
 
 OPEN_FILES = 64
@@ -27,6 +28,16 @@ class FileCache:
         self._in_use: dict[int, int] = {}
         self._used: dict[str, float] = {}
         self._lock = threading.Lock()
+        forking.register(self)
+
+    def after_fork(self) -> None:
+        """The child opens files of its own, and does not keep the parent's from being gone."""
+        files = list(self._files.values())
+        self._lock = threading.Lock()
+        self._files, self._used, self._in_use = OrderedDict(), {}, {}
+        for file in files:
+            with contextlib.suppress(OSError):
+                self.backend.close(file)
 
     @contextmanager
     def use(self, path: str) -> Iterator[OpenFile]:

@@ -147,12 +147,14 @@ class Guard:
 
     def leave(self, *, stamp: bool) -> None:
         """Leaves, noting first that the index was closed in order if told so."""
-        # In a forked child the lock belongs to the parent's open file: closing only our copy of
-        # the descriptor leaves it in place.
         try:
             if stamp:
                 self._write_stamp()
         finally:
+            # A forked child has a copy of the descriptor, and the lock is theirs together: the
+            # parent lets go of it for both, the child only closes its copy.
+            if os.getpid() == self._pid:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
 
 

@@ -13,6 +13,7 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from kvfs import forking
 from kvfs.chain import HASH_BYTES, PrefixHasher
 from kvfs.errors import IndexFault
 from kvfs.index.env import MAP_BYTES, Env, LmdbError, acquire, generation, release, retire
@@ -78,6 +79,10 @@ class Index:
         self._closed = False
         self._look_due = monotonic() + _LOOK_SECONDS
         self._connect()
+        forking.register(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def _connect(self) -> None:
         self._guard = Guard(self.path)

@@ -39,6 +39,8 @@ class Tally:
             os.pwrite(fd, data, 0)
             os.ftruncate(fd, len(data))
         finally:
+            # Closing is not enough: a child forked meanwhile has the lock as well.
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def read(self) -> dict[str, int]:
@@ -46,7 +48,10 @@ class Tally:
         try:
             with open(self._path, "rb") as f:
                 fcntl.flock(f, fcntl.LOCK_SH)
-                return _parse(f.read(_LIMIT))
+                try:
+                    return _parse(f.read(_LIMIT))
+                finally:
+                    fcntl.flock(f, fcntl.LOCK_UN)
         except FileNotFoundError:
             return {}
 

@@ -38,6 +38,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfs import forking
 from kvfs.backend import Backend, OpenFile, read_into, write_all
 from kvfs.backend.base import Buffer, Memory
 
@@ -215,6 +216,10 @@ class FaultyBackend:
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
         self._undo: _Undo | None = _Undo(inner) if volatile else None
+        forking.register(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def on(
         self, op: str, path: str = "*", *, do: Effect, nth: int = 1, times: int | None = 1,
