@@ -170,15 +170,17 @@ class PaperHost:
             runs = [r for r in applier.runs_of(row.number) if r.expires_ms > self.now]
             entries: list[Entry] = []
             for chain in chains(runs, lambda _: 100_000, 1 << 40):
-                hashes = b"".join(r.hashes for r in chain)
-                sources = tuple(Source(segment, r.slot, r.count) for r in chain)
-                written, expires = chain[0].written_ms, max(r.expires_ms for r in chain)
-                run = RunEntry(
-                    IDENTITY.nsid, self.writer.segment_id(), self.writer._slot, chain[0].block,
-                    written, expires, chain[0].parent, b"", hashes,
-                )  # fmt: skip
-                self.writer._slot += run.count + gap
-                entries.append(MoveEntry(self.now, sources, run))
+                # With a gap each run stays one of its own, as where a segment ends.
+                for part in [[r] for r in chain] if gap else [chain]:
+                    hashes = b"".join(r.hashes for r in part)
+                    sources = tuple(Source(segment, r.slot, r.count) for r in part)
+                    written, expires = part[0].written_ms, max(r.expires_ms for r in part)
+                    run = RunEntry(
+                        IDENTITY.nsid, self.writer.segment_id(), self.writer._slot,
+                        part[0].block, written, expires, part[0].parent, b"", hashes,
+                    )  # fmt: skip
+                    self.writer._slot += run.count + gap
+                    entries.append(MoveEntry(self.now, sources, run))
             moved = {(r.ns, r.head): r.count for r in runs}
             entries += restated(applier, row, told, moved, self.now)
             return [*entries, DropEntry(segment, self.now)]
