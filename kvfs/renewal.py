@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 5.0
 MOST_WAITING = 100_000
-"""Runs noted and not yet published; more are left out until then, and counted."""
+"""Runs noted and not yet published; more are left out until then, and counted in `left_out`."""
 
 
 class Renewer:
@@ -41,6 +41,7 @@ class Renewer:
     def __init__(self, store: Store, flush_seconds: float = FLUSH_SECONDS) -> None:
         self.store = store
         self.flush_seconds = flush_seconds
+        self.left_out = 0
         self._lock = threading.Lock()
         self._begin()
 
@@ -62,7 +63,9 @@ class Renewer:
             if self._pid != os.getpid():
                 self._begin()
             if len(self._hits) + len(heads) > MOST_WAITING:
-                heads = [h for h in heads if h in self._hits]
+                known = [h for h in heads if h in self._hits]
+                self.left_out += len(heads) - len(known)
+                heads = known
             self._hits.update(dict.fromkeys(heads, now))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvfs-renew", daemon=True)
