@@ -14,10 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +23,7 @@ from kvfs.errors import KvfsError
 from kvfs.index import env as env_module
 from kvfs.index import guard
 from kvfs.store import Store
+from kvfs.testing import children
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import Stock, tokens
 
@@ -43,31 +42,6 @@ def stock(place: Path) -> Iterator[Stock]:
     made = Stock.make(place / "store", index=str(place / "index"))
     yield made
     made.close()
-
-
-def hangs(*_: Any) -> None:
-    traceback.print_stack()
-    os._exit(99)
-
-
-def in_child(work: Callable[[], Any], seconds: int = 30) -> int:
-    """Runs work in a forked child; returns its exit status, negative for a signal.
-
-    A child that hangs tells where and ends.
-    """
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, hangs)
-            signal.alarm(seconds)
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # one environment per process (D1)
@@ -130,11 +104,11 @@ def test_parent_and_child_use_the_same_store(stock: Stock) -> None:
         stock.store.close()
 
     for _ in range(3):
-        assert in_child(child) == 0
+        assert children.run(child) == 0
         assert stock.good(PROMPTS[4]) == 5
         assert stock.put(PROMPTS[5]).complete
     grandchild: list[int] = []
-    assert in_child(lambda: grandchild.append(in_child(child))) == 0
+    assert children.run(lambda: grandchild.append(children.run(child))) == 0
     writers = {s.path.rpartition("/")[2].rpartition("-")[0] for s in stock.store.index.segments()}
     # The parent's one; each child that stored something new has its own.
     assert len(writers) == 2
@@ -144,7 +118,7 @@ def test_parent_and_child_use_the_same_store(stock: Stock) -> None:
 def test_a_child_that_only_leaves_takes_nothing_along(stock: Stock) -> None:
     assert stock.put(PROMPTS[3]).complete
     before = stock.store.stats()
-    assert in_child(stock.store.close) == 0
+    assert children.run(stock.store.close) == 0
     assert stock.put(PROMPTS[3] + tokens(9, 4)).complete
     assert stock.good(PROMPTS[3]) == 4
     after = stock.store.stats()
@@ -180,7 +154,7 @@ def test_forking_while_others_are_in_the_middle(stock: Stock) -> None:
     for thread in threads:
         thread.start()
     try:
-        assert [in_child(child, seconds=10) for _ in range(25)] == [0] * 25
+        assert [children.run(child, seconds=10) for _ in range(25)] == [0] * 25
     finally:
         done.set()
         for thread in threads:
@@ -400,7 +374,7 @@ def test_a_garbled_index_is_made_anew(spoilt: Spoilt, seed: int) -> None:
             assert store.index.discarded == "its file was changed by something else"
             assert spoilt.answers(store) == spoilt.want
 
-    assert in_child(child) == 0, f"seed {seed}"
+    assert children.run(child) == 0, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -422,7 +396,7 @@ def test_an_index_garbled_after_a_kill_kills_nobody(spoilt: Spoilt, seed: int) -
                 stock.good(prompt)
                 assert stock.put(tokens(1000 + n, 4 * (1 + n % 100))).error is None
 
-    assert in_child(child) == 0, f"seed {seed}"
+    assert children.run(child) == 0, f"seed {seed}"
 
 
 @pytest.mark.parametrize(
@@ -442,7 +416,7 @@ def test_files_of_an_index_that_are_gone(spoilt: Spoilt, gone: list[str]) -> Non
 def test_files_beside_an_index_that_are_garbled(spoilt: Spoilt, name: str, content: bytes) -> None:
     spoilt.restore()
     (spoilt.index / name).write_bytes(content)
-    assert in_child(lambda: _answers(spoilt)) == 0
+    assert children.run(lambda: _answers(spoilt)) == 0
 
 
 def _answers(spoilt: Spoilt) -> None:
@@ -487,7 +461,7 @@ def test_a_process_that_only_reads_leaves_the_stamp(spoilt: Spoilt) -> None:
         spoilt.answers(store)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_child(killed) == -signal.SIGKILL
+    assert children.run(killed) == -signal.SIGKILL
     assert (spoilt.index / "clean.stamp").stat().st_mtime_ns == before
     with spoilt.open() as store:
         assert store.index.discarded is None and spoilt.answers(store) == spoilt.want
