@@ -140,5 +140,6 @@ class Space:
         # What is refused now may fit in a moment: a housekeeper is at work.
         self._due = min(self._due, self._clock() + 1.0)
         return SpaceError(
-            f"{self._backend.root}: no room: {why}; stores are refused until there is some (kvctl gc)"
+            f"{self._backend.root}: no room: {why}; stores are refused until there is some "
+            "(kvctl gc)"
         )

@@ -13,7 +13,8 @@ HEAVY = {"numpy", "trio", "pyfuse3", "torch", "hypothesis", "subprocess", "loggi
          "socket", "secrets", "random", "tomllib"}  # fmt: skip
 # All that `kvctl check` needs of kvfs. What writes or reads blocks is not among it.
 CHECK = """kvfs kvfs.cli kvfs.cli.main kvfs.cli.output kvfs.cli.check kvfs.cli.common
-    kvfs.cli.settings kvfs.cli.tokens kvfs.errors kvfs.filesystems kvfs.chain kvfs.layout kvfs.geometry
+    kvfs.cli.settings kvfs.cli.tokens kvfs.errors kvfs.filesystems kvfs.chain kvfs.layout
+    kvfs.geometry
     kvfs.namespace kvfs.plan kvfs.catalog kvfs.local kvfs.index kvfs.index.index kvfs.index.env
     kvfs.index.guard kvfs.index.lookup kvfs.index.place kvfs.index.schema kvfs.index.tally"""
 
