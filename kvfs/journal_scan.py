@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvfs.backend import Backend, read_into
 from kvfs.frames import Entry
-from kvfs.journal import MAGIC, VERSION, JournalReader
+from kvfs.journal import HEADER_BYTES, MAGIC, VERSION, JournalReader
 from kvfs.scan import names
 
 _READ = 1 << 20
@@ -56,6 +56,8 @@ def read_journal(
     limit = _READ
     while True:
         data = reader.read(tail.end, limit)
+        if reader.header is not None:
+            tail.end = max(tail.end, HEADER_BYTES)
         before = tail.end
         for entry, end in reader.decode(data, tail.end):
             tail.end = end
