@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 
 from kvfs.testing.leaks import LeakGuard
+from kvfs.testing.threefs.host import cluster
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.register_profile(
@@ -128,7 +129,20 @@ def index_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def _threefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """With KVFS_TEST_BACKEND=3fs, the mount of a stand-in for 3FS in which stores are made."""
+    if os.environ.get("KVFS_TEST_BACKEND") != "3fs":
+        yield None
+        return
+    with cluster(tmp_path_factory.mktemp("3fs"), chunk=64 << 10) as (host,):
+        yield host.point
+
+
 @pytest.fixture
-def store_dir(tmp_path: Path) -> Path:
+def store_dir(tmp_path: Path, _threefs: Path | None) -> Path:
     """A path below the test's own directory at which no store exists yet."""
-    return tmp_path / "store"
+    if _threefs is None:
+        return tmp_path / "store"
+    (_threefs / tmp_path.name).mkdir()
+    return _threefs / tmp_path.name / "store"
