@@ -104,9 +104,10 @@ def _settings(settings: Settings) -> Iterator[Fact]:
 
 
 def _store(settings: Settings) -> Iterator[Fact]:
-    from kvfs.backend.select import open_backend, path_of
+    from kvfs.backend.select import open_backend
     from kvfs.config import MARKER, load_config
     from kvfs.filesystems import filesystem_type
+    from kvfs.store_path import path_of
 
     try:
         store = settings.store

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from kvfs import chain, forking
-from kvfs.backend.select import path_of
 from kvfs.catalog import Catalog
 from kvfs.errors import InputError, KvfsError
 from kvfs.index import Index
@@ -25,6 +24,7 @@ from kvfs.index.lookup import Found
 from kvfs.index.place import default_root, recall, require_local
 from kvfs.namespace import Namespace
 from kvfs.plan import Extent, Plan, SlotHint, slot_anchors
+from kvfs.store_path import path_of
 
 _FLUSH_SECONDS = 10.0
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfs import mountinfo
-from kvfs.backend.select import absolute, path_of
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.index.place import default_root
 from kvfs.store import Store
+from kvfs.store_path import absolute, path_of
 from kvfs.systemd import notify
 from kvfs.vfs import Tree
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvfs import chain
 from kvfs.backend import Backend
-from kvfs.backend.select import open_backend, path_of
+from kvfs.backend.select import open_backend
 from kvfs.catalog import TtlClass, namespace_path
 from kvfs.config import (
     EXTENT,
@@ -48,6 +48,7 @@ from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
 from kvfs.renewal import Renewer
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
+from kvfs.store_path import path_of
 from kvfs.usage import Space
 from kvfs.writer import Writer, of_this_host
 

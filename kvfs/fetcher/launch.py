@@ -20,9 +20,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvfs.backend.select import split
 from kvfs.errors import BackendError, BusyError, ConfigError, KvfsError, NoStoreError
 from kvfs.fetcher.client import FetchClient
+from kvfs.store_path import split
 
 ARENA_BYTES = 2 << 30
 START_SECONDS = 20.0

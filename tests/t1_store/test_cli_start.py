@@ -14,7 +14,7 @@ HEAVY = {"numpy", "trio", "pyfuse3", "torch", "hypothesis", "subprocess", "loggi
 # All that `kvctl check` needs of kvfs. What writes or reads blocks is not among it.
 CHECK = """kvfs kvfs.cli kvfs.cli.main kvfs.cli.output kvfs.cli.check kvfs.cli.common
     kvfs.cli.settings kvfs.cli.tokens kvfs.errors kvfs.filesystems kvfs.chain kvfs.layout
-    kvfs.geometry
+    kvfs.geometry kvfs.store_path kvfs.forking
     kvfs.namespace kvfs.plan kvfs.catalog kvfs.local kvfs.index kvfs.index.index kvfs.index.env
     kvfs.index.guard kvfs.index.lookup kvfs.index.place kvfs.index.schema kvfs.index.tally"""
 
