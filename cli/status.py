@@ -17,7 +17,8 @@ MANUAL = {
     read to the end do not count
     behind_records, behind_seconds -- entries that are not applied, and the age of the oldest
     writers -- list of objects with writer, journal (number), offset (bytes applied), records,
-    bytes and seconds it is behind, and problem (why it cannot be read on, or null)
+    bytes and seconds it is behind (records are an estimate where there are many), total (bytes of
+    its journals), and problem (why it cannot be read on, or null)
     problems -- list of those
     """,
 }

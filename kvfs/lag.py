@@ -1,7 +1,8 @@
 """How far this host is behind each writer: what its journal holds that the index has not applied.
 
 Reads the shared storage; changes nothing. A writer that said it is gone, and was read to its end,
-is not looked at: a store sees thousands of them come and go.
+is not looked at: a store sees thousands of them come and go. Where days of journals are unread,
+their first megabytes stand for the rest, so that looking costs little.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvfs.backend import Backend
 from kvfs.errors import FormatError
 from kvfs.follow import entry_ms, writer_id_of
 from kvfs.index import Index
-from kvfs.index.index import LAST, JournalState
+from kvfs.index.index import ENDED, FIRST_FRAME, LAST
 from kvfs.journal import JournalReader
 
 _READ = 4 << 20
@@ -29,9 +30,11 @@ class Lag:
     offset: int
     """Bytes of it that are applied."""
     records: int
-    """Entries that are not."""
+    """Entries that are not, this journal's and later ones'; an estimate where there are many."""
     bytes: int
-    """Bytes of those."""
+    """Bytes that are not."""
+    total: int
+    """Bytes of entries in all its journals that are there."""
     seconds: float
     """Age of the oldest of them, 0 if there is none."""
     problem: str | None
@@ -44,36 +47,50 @@ class Lag:
 def lags(backend: Backend, index: Index, store: bytes, now_ms: int) -> list[Lag]:
     """The lag of every writer that may still write, by name. Raises OSError if `log` cannot be
     listed."""
-    last: dict[bytes, JournalState] = {}
-    for (writer_id, number), state in index.journals().items():
-        if writer_id not in last or number > last[writer_id].number:
-            last[writer_id] = state
+    writers = {name: i for name in backend.names("log") if (i := writer_id_of(name)) is not None}
+    last = index.last_journals(writers.values())
     out = []
-    for writer in backend.names("log"):
-        known = writer_id_of(writer)
-        if known is None:
-            continue
-        reached = last.get(known)
-        if reached is None:
-            out.append(_lag(backend, writer, 0, 0, store, now_ms))
-        elif reached.ended != LAST:
-            out.append(_lag(backend, writer, reached.number, reached.offset, store, now_ms))
+    for writer, writer_id in writers.items():
+        number, offset = 0, FIRST_FRAME
+        if (reached := last.get(writer_id)) is not None:
+            if reached.ended == LAST:
+                continue
+            number, offset = reached.number, reached.offset
+            if reached.ended == ENDED:
+                number, offset = number + 1, FIRST_FRAME
+        out.append(_lag(backend, writer, number, offset, store, now_ms))
     return out
 
 
 def _lag(backend: Backend, writer: str, number: int, offset: int, store: bytes, now_ms: int) -> Lag:
-    records, oldest, problem, at = 0, now_ms, None, offset
+    records, oldest, at, total, unread, problem = 0, now_ms, offset, 0, 0, None
     reader = JournalReader(backend, writer, number, store)
     try:
-        while data := reader.read(at, _READ):
-            before = at
-            for entry, end in reader.decode(data, at):
-                records, at = records + 1, end
-                oldest = min(oldest, entry_ms(entry) or now_ms)
-            if at == before:
-                problem = f"{len(data)} bytes behind offset {at} are no whole entry"
-                break
+        total, unread = _sizes(backend, writer, number, offset)
+        data = reader.read(offset, _READ) if unread else b""
+        for entry, end in reader.decode(data, offset):
+            records, at = records + 1, end
+            oldest = min(oldest, entry_ms(entry) or now_ms)
+        rest = len(data) - (at - offset)
+        if rest and (len(data) < _READ or not records):
+            problem = f"{rest} bytes behind offset {at} are no whole entry"
     except (OSError, FormatError) as e:
         problem = str(e)
+    if records:
+        records = records * unread // (at - offset)
     seconds = max(0, now_ms - oldest) / 1000 if records else 0.0
-    return Lag(writer, number, offset, records, max(0, at - offset), seconds, problem)
+    return Lag(writer, number, offset, records, unread, total, seconds, problem)
+
+
+def _sizes(backend: Backend, writer: str, number: int, offset: int) -> tuple[int, int]:
+    """Bytes of entries in all of a writer's journals, and of those behind a place in one."""
+    total = unread = 0
+    for name in backend.names(f"log/{writer}"):
+        digits = name.partition(".")[0]
+        if not digits.isdecimal():
+            continue
+        size = backend.size(f"log/{writer}/{name}")
+        total += max(0, size - FIRST_FRAME)
+        if int(digits) >= number:
+            unread += max(0, size - (offset if int(digits) == number else FIRST_FRAME))
+    return total, unread

@@ -56,7 +56,7 @@ class Publisher:
         self._journal: JournalWriter | None = None
         self._next = 0
         self._before = 0  # end of the journal before
-        self._used = time.monotonic()
+        self._used = _now()
 
     def publish(
         self, runs: list[tuple[Written, RunEntry]], others: Iterable[Entry] = (),
@@ -226,14 +226,14 @@ class Publisher:
             journal.close()
 
     def _current_journal(self) -> JournalWriter:
-        idle = time.monotonic() - self._used > IDLE_SECONDS
+        idle = _now() - self._used > IDLE_SECONDS
         if self._journal is not None and (idle or self._journal.end > ROLL_BYTES):
             self._end_journal(last=False)
         if self._journal is None:
             header = Header(self.id, self._next, self._before, self.config.uuid, self.now_ms())
             self._journal = JournalWriter(self.backend, self.name, header)
             self._next += 1  # only now: readers stop at a number that is missing
-        self._used = time.monotonic()
+        self._used = _now()
         return self._journal
 
     def _apply(
@@ -281,3 +281,9 @@ def _runs(entries: Iterable[Entry]) -> Iterator[RunEntry]:
             yield entry.run
         elif isinstance(entry, RunEntry):
             yield entry
+
+
+def _now() -> float:
+    """Seconds since the machine was started, also those it was suspended: a journal that others
+    take for left alone must not be gone on with."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

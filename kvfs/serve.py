@@ -69,12 +69,12 @@ def status(store: Store) -> dict[str, Any]:
     """
     followed = lags(store.backend, store.index, store.uuid, store.now_ms())
     counters = store.index.counters()
-    applied = sum(lag.offset for lag in followed)
+    total = sum(lag.total for lag in followed)
     unread = sum(lag.bytes for lag in followed)
     return {
         "store": store.path, "uuid": store.uuid.hex(), "blocks": counters.get("blocks", 0),
         "writers": [lag.to_json() for lag in followed],
-        "followed": applied / (applied + unread) if applied + unread else 1.0,
+        "followed": 1 - unread / total if total else 1.0,
         "behind_records": sum(lag.records for lag in followed),
         "behind_seconds": max((lag.seconds for lag in followed), default=0.0),
         "problems": [f"{lag.writer}: {lag.problem}" for lag in followed if lag.problem],
