@@ -144,8 +144,11 @@ class Layout:
         count = len(tables[0]) // len(self.slots(0, 0))
         rows = torch.empty((count, self.row_bytes), dtype=torch.uint8)
         for piece in self.pieces:
-            pages = self.pages[piece.layer]
-            which = torch.tensor(tables[piece.group], dtype=torch.long, device=pages.device)
+            pages, table = self.pages[piece.layer], tables[piece.group]
+            if pages.device.type == "cpu":
+                _gather_here(pages, table, rows, piece)
+                continue
+            which = torch.tensor(table, dtype=torch.long, device=pages.device)
             found = pages.index_select(0, which).view(count, piece.length)
             rows[:, piece.offset : piece.offset + piece.length].copy_(found)
         return rows
@@ -153,10 +156,24 @@ class Layout:
     def scatter(self, piece: Piece, row: Any, table: Sequence[int]) -> None:
         """Copies one layer of a row into vLLM blocks; NULL_BLOCK in the table: not that one."""
         pages = self.pages[piece.layer]
+        part = row[piece.offset : piece.offset + piece.length]
+        if pages.device.type == "cpu":
+            pages, part = pages.numpy(), part.numpy()
+        else:
+            part = part.to(pages.device)
         for i, block in enumerate(table):
             if block != NULL_BLOCK:
-                at = piece.offset + i * piece.page_bytes
-                pages[block].copy_(row[at : at + piece.page_bytes])
+                pages[block] = part[i * piece.page_bytes : (i + 1) * piece.page_bytes]
+
+
+def _gather_here(pages: Any, table: Sequence[int], rows: Any, piece: Piece) -> None:
+    """One layer of rows, by plain copies: torch would wake its threads for each, which on a busy
+    host takes far longer than the copy."""
+    source, target = pages.numpy(), rows.numpy()
+    for i, block in enumerate(table):
+        row, page = divmod(i, piece.pages)
+        at = piece.offset + page * piece.page_bytes
+        target[row, at : at + piece.page_bytes] = source[block]
 
 
 def measure(

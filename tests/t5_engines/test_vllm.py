@@ -6,6 +6,7 @@ leaves nothing to compute) and F2 (an I/O error that kills a worker, or is serve
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,3 +176,18 @@ def test_scheduler_and_worker_in_processes_of_their_own(tmp_path: Path, models: 
     place.close()
     assert [a["cached"] for a in answers] == [0, 512]
     assert said(answers[0]) == said(answers[1])
+
+
+def test_other_weights_under_the_same_name_share_nothing(tmp_path: Path, models: Path) -> None:
+    """A4: new weights in the directory, then another dtype, each with the others' blocks there."""
+    place, ids = Place(tmp_path), prompt(600)
+    path = tmp_path / "model"
+    answers = {}
+    for what, seed, dtype in (("", 1234, "float32"), ("w", 5, "float32"), ("d", 5, "bfloat16")):
+        shutil.copytree(make("llama", models, seed), path, dirs_exist_ok=True)
+        environment = place.environment
+        with Vllm(path, place.transfer(), environment=environment, dtype=dtype) as engine:
+            (answers[what],) = engine.generate(ids)
+    place.close()
+    assert [a["cached"] for a in answers.values()] == [0, 0, 0]
+    assert answers[""]["tokens"] != answers["w"]["tokens"]
