@@ -109,6 +109,7 @@ class Following:
         self._set_paces(due, result, now)
         if everyone and result.complete:
             self._note_all(now, begun)
+            store.close_idle()
         self.turns += 1
         self.entries += result.entries
         return result

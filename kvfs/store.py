@@ -397,6 +397,7 @@ class Store(LocalStore):
             raise BackendError(f"{self.path}: {e.strerror or e}") from e
         if followed.complete:
             note_followed(self.index, begun)
+        self.close_idle()
         return followed
 
     def close_idle(self) -> None:
