@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.index import place
+from kvfs.index import Index, place
 from kvfs.testing.command import command, environment, kvctl, kvctl_json
 
 PROMPT = ",".join(map(str, range(1024)))
@@ -91,12 +91,11 @@ def test_rebuild_from_either_source(cli_store: Path) -> None:
 
 def test_an_index_of_another_format(cli_store: Path, index_dir: Path) -> None:
     """As an older or a newer kvfs left it: refused everywhere but in rebuild."""
-    import lmdb
-
     kvctl("put", "--synthetic", "--tokens", PROMPT)
     path = index_files(index_dir)
-    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
-        txn.put(b"mformat", b"0")
+    index = Index(str(path), bytes.fromhex(path.name))
+    index.write(lambda a: a.txn.put(b"mformat", b"0"))
+    index.close()
     for args in (["check", "--tokens", PROMPT], ["stats"]):
         assert "kvctl rebuild" in kvctl(*args, code=13).stderr
     with open(path / "users.lock") as held:
