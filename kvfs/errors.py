@@ -13,7 +13,7 @@ KvfsError                    1   anything kvfs itself found wrong
  +-- IndexFault             13   the local index cannot be used (it can be rebuilt)
 
 A message says what was found, where, and what to do. `check` and `fetch` do not raise for what
-they find in storage: a miss is a result with a reason, never an exception (DESIGN, failure rule).
+they find in storage: a miss is a result with a reason, never an exception.
 This module imports nothing, so that every other one may import it.
 """
 

@@ -157,7 +157,7 @@ class Backend(Protocol):
 def write_all(backend: Backend, file: OpenFile, buffers: Sequence[Buffer], offset: int) -> int:
     """Writes all buffers at offset, however many calls it takes; returns the bytes written.
 
-    A short count is not success: what is left is written again (BUGS kind: a full disk gives a
+    A short count is not success: what is left is written again (a full disk gives a
     short count first and an error only on the next call). Raises WriteCut with what got there.
     """
     done = 0

@@ -288,7 +288,7 @@ def interpreters() -> list[tuple[str, list[str], dict[str, str]]]:
 
 
 def test_the_chain_is_the_same_in_every_process() -> None:
-    """BUGS A1: no process state goes into a digest."""
+    """No process state goes into a digest."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(chain.__file__)))
     base = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     base["PYTHONPATH"] = root

@@ -146,7 +146,7 @@ def test_scripts(wheel: Path) -> None:
     assert scripts == dict.fromkeys(SCRIPTS - {"mount.kvfs"}, "kvfs.cli.main:main")
 
 
-# another package's kvctl (BUGS J1)
+# another package's kvctl
 
 
 def stub_wheel(directory: Path) -> Path:

@@ -206,14 +206,14 @@ def test_a_sound_record_of_another_place_is_a_mismatch() -> None:
 
 
 def test_a_record_of_another_namespace_is_foreign() -> None:
-    """BUGS A4: equal sizes, equal tokens, other weights."""
+    """Equal sizes, equal tokens, other weights."""
     other = small_identity(weights="w1")
     _, raw = records(other, [1, 2, 3, 4])
     assert verified(SHAPE, raw, asked([1, 2, 3, 4], 0)) == (0, "foreign namespace")
 
 
 def test_a_colliding_hash_is_found_by_the_lineage() -> None:
-    """BUGS A2: a prefix that differs in an earlier block and collides in the fast hash."""
+    """A prefix that differs in an earlier block and collides in the fast hash."""
     run, raw = records(IDENTITY, list(range(8)), 1)
     lineage = bytes([run.lineages[0] ^ 1]) + run.lineages[1:]
     forged = RunBlocks(run.parent, run.block, run.hashes, lineage, run.tokens)

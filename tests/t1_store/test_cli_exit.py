@@ -1,4 +1,4 @@
-"""How a process of kvctl ends: a documented code for each way, and no word too many (BUGS J2)."""
+"""How a process of kvctl ends: a documented code for each way, and no word too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvctl check --explain`: where a prompt leaves what is stored, and why (BUGS K1)."""
+"""`kvctl check --explain`: where a prompt leaves what is stored, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an index may lie, and what becomes of one that is lost or spoilt (BUGS D6)."""
+"""Where an index may lie, and what becomes of one that is lost or spoilt."""
 
 from __future__ import annotations
 

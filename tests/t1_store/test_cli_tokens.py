@@ -1,4 +1,4 @@
-"""Token ids come in many forms and give one digest, or an error of one line (BUGS A6)."""
+"""Token ids come in many forms and give one digest, or an error of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many writers at once: nothing lost, nothing mixed up. BUGS C4."""
+"""Many writers at once: nothing lost, nothing mixed up."""
 
 from __future__ import annotations
 

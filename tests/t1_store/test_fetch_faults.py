@@ -1,6 +1,6 @@
 """Fetches from storage that fails or lies: the right bytes or a miss with a reason, nothing else.
 
-BUGS A2, A4, C5, F1, F2, I1; the reader must live through all of it.
+The reader must live through all of it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ PASSING = (errno.ENODEV, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.EM
 def test_an_error_ends_the_prefix_where_it_is(
     stock: Stock, faults: FaultyBackend, code: int
 ) -> None:
-    """BUGS F2, F1: at each block of ten; then the other prompt, then the same again."""
+    """At each block of ten; then the other prompt, then the same again."""
     for block in (9, 5, 4, 1, 0):
         assert stock.put(PROMPT).complete and stock.good(PROMPT) == 10
         faults.on("readv", "seg/*", do=CutAt(PAGE * (1 + block), code), times=None)
@@ -136,7 +136,7 @@ def replaced_by_directory(path: str) -> None:
 @pytest.mark.parametrize("opened", [True, False], ids=["open", "closed"])
 @pytest.mark.parametrize("what", ["removed", "a directory", "empty", "a dangling link"])
 def test_a_segment_that_is_gone(stock: Stock, what: str, opened: bool) -> None:
-    """BUGS F1. A reader that holds the file may still read it; one that opens it may not."""
+    """A reader that holds the file may still read it; one that opens it may not."""
     if opened:
         assert stock.good(PROMPT) == 10
     path = segment_of(stock, PROMPT)
@@ -214,7 +214,7 @@ STALE = "I/O error (ESTALE)"
 
 
 def test_stale_handles_are_misses_and_not_kept(stock: Stock, faults: FaultyBackend) -> None:
-    """BUGS I1: on NFS or 3FS a removed file is gone for those who have it open."""
+    """On NFS or 3FS a removed file is gone for those who have it open."""
     path = segment_of(stock, PROMPT)
     removed = threading.Event()
 
@@ -267,7 +267,7 @@ def test_segments_that_nobody_reads_are_closed(stock: Stock) -> None:
 
 
 def test_flipped_bits_never_get_through(stock: Stock) -> None:
-    """BUGS C5: one bit in each of 200 places of a segment."""
+    """One bit in each of 200 places of a segment."""
     seed = 20_240_501
     rng = random.Random(seed)
     path = segment_of(stock, PROMPT)
@@ -327,7 +327,7 @@ def test_a_segment_in_place_of_another(stock: Stock) -> None:
     assert stock.good(OTHER) == 10
 
 
-# the identity (BUGS A4)
+# the identity
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -370,7 +370,7 @@ def test_a_changed_header_does_not_make_records_foreign(stock: Stock) -> None:
     assert stock.fetch(PROMPT) == (10, None)
 
 
-# hashes that collide (BUGS A2)
+# hashes that collide
 
 
 class Shortened:

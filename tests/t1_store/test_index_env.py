@@ -1,6 +1,6 @@
 """The index as a file of LMDB: opened twice, forked, killed in, outgrown and spoilt.
 
-BUGS D1, D2, D3, D6. What may kill a process happens in a child.
+What may kill a process happens in a child.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Puts on storage that fails: nothing half stored is ever found, everything acknowledged is.
 
 The storage fails through kvfs.testing.faults, through a full file system, and by killing the
-writer. BUGS C1, C2, C7.
+writer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ShortThenNothing:
 def test_an_error_in_the_third_block_leaves_two(
     stock: Stock, faults: FaultyBackend, tmp_path: Path, effect: Any, error: type[KvfsError]
 ) -> None:
-    """BUGS C2."""
+    """What was stored before the error is found, the rest is not, and a retry stores it."""
     faults.on("writev", "seg/*", do=effect, times=None)
     result = stock.put(PROMPT)
     assert isinstance(result.error, error)
@@ -338,7 +338,7 @@ def look(stock: Stock, rounds: int, found: list[int]) -> None:
 
 @pytest.mark.parametrize("stop", ["in the payload", "in the entry"])
 def test_readers_see_nothing_until_it_is_all_there(held: Any, stop: str) -> None:
-    """BUGS C1: eight readers while a writer stands still in the middle."""
+    """Eight readers while a writer stands still in the middle."""
     stock, writer = held(stop)
     found: list[int] = []
     readers = [threading.Thread(target=look, args=(stock, 20, found)) for _ in range(8)]
@@ -385,7 +385,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_refuses_stores_and_goes_on_when_there_is_room(small_disk: Path) -> None:
-    """BUGS C7, with a record that is no multiple of anything."""
+    """With a record that is no multiple of anything."""
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(12 << 20))
     identity = {"row_bytes": 1_000_003}

@@ -1,7 +1,7 @@
 """Where a prompt's slot comes from: here, another host, or nowhere; and what stale hints cost.
 
-BUGS K3: the directory only hints, the owner decides; a hint that is lost, late or wrong costs a
-replay of one window, never a wrong byte. BUGS B3: the same prompt again hits, at a stated cost.
+The directory only hints, the owner decides; a hint that is lost, late or wrong costs a
+replay of one window, never a wrong byte. The same prompt again hits, at a stated cost.
 """
 
 from __future__ import annotations

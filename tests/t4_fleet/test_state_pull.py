@@ -144,7 +144,7 @@ def test_a_peer_that_was_restarted_has_its_slots(peer: Peer) -> None:
 
 
 def test_a_peer_whose_memory_was_lost(link: tuple[Side, Side], store: Path, tmp_path: Path) -> None:
-    """Another pool at the same address: old hints are stale, whatever is in it now (BUGS K3)."""
+    """Another pool at the same address: old hints are stale, whatever is in it now."""
     shm = tmp_path / "shm"
     with pool_of(shm, [1]):
         peer = Peer(link, store, shm, tmp_path / "index")

@@ -1,6 +1,6 @@
 """The exchange of slots on one host: what is believed, what is answered, what an attacker gets.
 
-BUGS K4: no pickle, an explicit address, a shared secret, bounded memory and waits.
+No pickle, an explicit address, a shared secret, bounded memory and waits.
 """
 
 from __future__ import annotations
@@ -456,7 +456,7 @@ def test_attacks(slots: Path, client: PeerClient, name: str) -> None:
 
 
 def test_a_thousand_idle_connections(slots: Path, client: PeerClient) -> None:
-    """BUGS K4: less than 50 MiB, a legitimate pull works, and they are closed after a while."""
+    """Less than 50 MiB, a legitimate pull works, and they are closed after a while."""
     with serving(slots, idle=1.0) as server, ExitStack() as stack:
         pull(client, server.address)
         gc.collect()
