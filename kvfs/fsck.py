@@ -23,6 +23,7 @@ from kvfs.errors import FormatError
 from kvfs.expiry import QUIET_MS, Expiry
 from kvfs.findings import Finding, Report
 from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, SegmentEntry
+from kvfs.index.index import FIRST_FRAME
 from kvfs.index.schema import DROPPED, LIVE, Run, Segment
 from kvfs.index.soundness import index_faults
 from kvfs.journal_scan import JournalTail, journal_files, journal_version, read_journal
@@ -190,9 +191,10 @@ class _Fsck:
                 continue
             if tail.unread:
                 self._add("journal", tail.path, _tail_text(tail, applied and applied.offset))
-            elif applied is None or applied.offset < tail.end:
-                n = tail.end - (applied.offset if applied else 0)
-                self._add("behind", tail.path, f"{n} bytes are not applied yet")
+            else:
+                n = tail.end - (applied.offset if applied else FIRST_FRAME)
+                if n > 0:  # else its writer died before it had anything to tell
+                    self._add("behind", tail.path, f"{n} bytes are not applied yet")
         self._read_checkpoint(told)
         return told
 
