@@ -341,13 +341,14 @@ def _caught(case: Case) -> bool:
 def test_a_missing_wait_is_found(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(_caught(Case(seed)) for seed in range(10))
     monkeypatch.setattr(SwapIn, name, mutant)
-    assert any(_caught(Case(seed)) for seed in range(10))
+    # It shows when the copies happen to be late, which a busy machine decides with the seed.
+    assert any(_caught(Case(seed)) for seed in range(200))
 
 
 def test_a_missing_drain_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapIn, "_settle", _settle_at_once)
     with pytest.raises(AssertionError):
-        for seed in range(10):
+        for seed in range(200):
             test_after_an_abort_the_pages_belong_to_others.hypothesis.inner_test(  # type: ignore
                 seed, 5, STRATEGIES[0], True
             )
@@ -356,7 +357,7 @@ def test_a_missing_drain_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes.FakeStream, "wait_for", lambda self, event: None)
     with pytest.raises(AssertionError):
-        for seed in range(40):
+        for seed in range(200):
             test_copies_wait_for_who_used_the_pages_before.hypothesis.inner_test(  # type: ignore
                 seed
             )
