@@ -5,6 +5,8 @@ transaction or by a process that missed a resize. All of that is dealt with here
 
 - `acquire` hands out one environment per real path, reference-counted;
 - a forked child gets an environment of its own; the parent's is never touched by it;
+- writers queue up at a lock of the kernel's, not at LMDB's mutex: where a waiting process is killed
+  just as it is woken, and another one takes the mutex in that instant, nobody wakes the rest;
 - a full map is doubled and the transaction run again; a map that another process grew is adopted;
 - slots of dead readers are cleared at open and when the table is full.
 
@@ -18,6 +20,7 @@ the kernel's); a machine that dies leaves an index that kvfs.index.guard throws 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -56,6 +59,8 @@ class Env:
         self._connect()
 
     def _connect(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._queue = os.open(os.path.join(self.path, "writer.lock"), flags, 0o600)
         try:
             self._env = lmdb.open(
                 self.path, map_size=self._map_bytes, subdir=True, create=True, sync=False,
@@ -65,6 +70,7 @@ class Env:
             self._env.reader_check()
             self._file, self._lock_file = _file_id(self.path), _file_id(self.path, "lock.mdb")
         except lmdb.Error as e:
+            os.close(self._queue)
             raise self.fault(e) from e
 
     def deleted(self) -> bool:
@@ -133,7 +139,7 @@ class Env:
         `work` must depend on nothing but the transaction, since it may run more than once; if it
         raises, nothing is written. Raises IndexFault for what LMDB cannot do.
         """
-        with self._write_lock:
+        with self._write_lock, self._turn():
             while True:
                 try:
                     return self._write_once(work)
@@ -141,6 +147,15 @@ class Env:
                     self._grow()
                 except lmdb.Error as e:
                     raise self.fault(e) from e
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Until no other process writes. The lock is the process's, not inherited by a fork."""
+        fcntl.lockf(self._queue, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._queue, fcntl.LOCK_UN)
 
     def _write_once(self, work: Callable[[Any], T]) -> T:
         with self._gate:
@@ -196,10 +211,12 @@ class Env:
 
     def close(self) -> None:
         self._env.close()
+        os.close(self._queue)
 
     def abandon(self) -> None:
         """Gives up an environment inherited through fork without touching it."""
         _abandoned.append(self._env)
+        os.close(self._queue)
 
 
 def _file_id(path: str, name: str = "data.mdb") -> tuple[int, int] | None:
