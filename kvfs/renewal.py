@@ -16,10 +16,10 @@ Thread-safe; a forked child begins with an empty list and a thread of its own.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from typing import TYPE_CHECKING
 
+from kvfs import forking
 from kvfs.chain import PrefixHasher
 from kvfs.errors import KvfsError
 from kvfs.frames import Entry, RenewEntry
@@ -42,11 +42,15 @@ class Renewer:
         self.store = store
         self.flush_seconds = flush_seconds
         self.left_out = 0
-        self._lock = threading.Lock()
+        self._begin()
+        forking.register(self)
+
+    def after_fork(self) -> None:
+        """What the parent has noted it publishes itself."""
         self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._hits: dict[tuple[bytes, bytes], int] = {}
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -60,8 +64,6 @@ class Renewer:
             if extent.block < blocks and extent.expires_ms > now
         ]
         with self._lock:
-            if self._pid != os.getpid():
-                self._begin()
             if len(self._hits) + len(heads) > MOST_WAITING:
                 known = [h for h in heads if h in self._hits]
                 self.left_out += len(heads) - len(known)
@@ -81,7 +83,7 @@ class Renewer:
         """Publishes what is due; returns the number of runs renewed. Raises as Writer.publish."""
         with self._lock:
             hits, self._hits = self._hits, {}
-        if not hits or self._pid != os.getpid():
+        if not hits:
             return 0
         entries = self._due(hits)
         if not entries:
@@ -113,8 +115,6 @@ class Renewer:
 
     def close(self) -> None:
         """Publishes what is left, if the storage lets it, and ends the thread."""
-        if self._pid != os.getpid():
-            return
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
