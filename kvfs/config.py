@@ -84,7 +84,7 @@ class StoreConfig:
         try:
             fields: dict[str, Any] = json.loads(data)
             version = fields.pop("kvfs")
-        except (ValueError, KeyError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise FormatError(f"{where}: not a kvfs store marker ({e!r})") from e
         if version != FORMAT:
             raise FormatError(f"{where}: store format {version}; this kvfs reads {FORMAT}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvfs.backend import Backend
-from kvfs.config import StoreConfig
+from kvfs.config import StoreConfig, check_alive
 from kvfs.errors import KvfsError
 from kvfs.follow import Follower
 from kvfs.frames import Entry, MoveEntry, RunEntry, SealEntry
@@ -230,6 +230,7 @@ class Publisher:
         if self._journal is not None and (idle or self._journal.end > ROLL_BYTES):
             self._end_journal(last=False)
         if self._journal is None:
+            check_alive(self.backend, self.config.uuid)  # the mount may have gone since
             header = Header(self.id, self._next, self._before, self.config.uuid, self.now_ms())
             self._journal = JournalWriter(self.backend, self.name, header)
             self._next += 1  # only now: readers stop at a number that is missing

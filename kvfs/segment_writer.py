@@ -17,7 +17,7 @@ from itertools import islice
 
 from kvfs.backend import Backend, OpenFile, WriteCut, write_all
 from kvfs.backend.base import Buffer
-from kvfs.config import StoreConfig
+from kvfs.config import StoreConfig, check_alive
 from kvfs.errors import KvfsError
 from kvfs.frames import Entry, RunEntry, SegmentEntry, encode
 from kvfs.geometry import Geometry
@@ -183,6 +183,7 @@ class SegmentWriter:
         )
 
     def _create(self, ns: Namespace, ttl_class: str, ttl_seconds: int) -> OpenSegment:
+        check_alive(self.backend, self.config.uuid)  # the mount may have gone since
         number, self._next = self._next, self._next + 1
         now = self.now_ms()
         path = segment_path(ttl_class, _day(now), ns.name, self.name, number)

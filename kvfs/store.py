@@ -96,8 +96,9 @@ class Store(LocalStore):
         more = {} if classes is None else {"classes": dict(classes)}
         try:
             chunk = backend.chunk_bytes()
+            given_extent = chunk or EXTENT if extent is None else extent
             config = StoreConfig(
-                secrets.token_bytes(16), extent or chunk or EXTENT, segment_bytes, durability,
+                secrets.token_bytes(16), given_extent, segment_bytes, durability,
                 grace_seconds=grace_seconds, renew_cap_seconds=renew_cap_seconds,
                 own_extents=bool(chunk) if own_extents is None else own_extents, **more,
             )  # fmt: skip
