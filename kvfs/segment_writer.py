@@ -228,7 +228,8 @@ class SegmentWriter:
                     e.written += done
                     raise
                 if self.config.durability != "none":
-                    self.backend.write_behind(segment.file, offset, n * geometry.stride)
+                    with contextlib.suppress(OSError):  # a hint: what is wrong, the sync will say
+                        self.backend.write_behind(segment.file, offset, n * geometry.stride)
                 at, done = at + n, done + n * geometry.stride
 
     def _reserve_room(self, segment: OpenSegment, end: int) -> None:

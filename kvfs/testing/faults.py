@@ -312,7 +312,10 @@ class FaultyBackend:
         self._call("reserve", file.path, lambda _: self.inner.reserve(file, size))
 
     def write_behind(self, file: OpenFile, offset: int, length: int) -> None:
-        self.inner.write_behind(file, offset, length)
+        def run(_: int | None) -> None:
+            self.inner.write_behind(file, offset, length)
+
+        self._call("write_behind", file.path, run, offset=offset)
 
     def sync(self, file: OpenFile) -> None:
         def run(_: int | None) -> None:

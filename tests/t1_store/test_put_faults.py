@@ -102,6 +102,17 @@ def test_a_short_count_is_no_error(stock: Stock, faults: FaultyBackend) -> None:
     assert stock.good(PROMPT) == 10
 
 
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EIO])
+def test_what_only_makes_it_faster_may_be_missing(
+    stock: Stock, faults: FaultyBackend, code: int
+) -> None:
+    """BUGS I6: a file system that takes no reservations and no hints."""
+    for op in ("reserve", "write_behind"):
+        faults.on(op, do=Fail(code), times=None)
+    assert stock.put(tokens(1, 4000)).complete
+    assert stock.good(tokens(1, 4000)) == 1000
+
+
 # errors before and after
 
 
