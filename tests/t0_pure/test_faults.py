@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import threading
@@ -249,3 +250,13 @@ def test_a_failed_sync_makes_nothing_durable(volatile: FaultyBackend) -> None:
 def test_the_docstring_names_every_effect() -> None:
     named = set(re.findall(r"^  ([A-Z]\w+)\(", faults_module.__doc__ or "", re.MULTILINE))
     assert named == {"Fail", "Short", "CutAt", "Lose", "Flip", "Delay", "Hold"}
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "docs/testing.md", "exec"), {"path": str(tmp_path / "store")})
+    effects = re.findall(r"`(\w+)`", page.partition("What to do is one of")[2].partition(", or")[0])
+    assert all(hasattr(faults_module, effect) for effect in effects) and len(effects) == 7
+    for module in re.findall(r"^\| `(kvfs\.testing\.\w+)`", page, re.MULTILINE):
+        importlib.import_module(module)
