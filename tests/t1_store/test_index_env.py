@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.errors import KvfsError
+from kvfs.frames import RunEntry, SegmentEntry
 from kvfs.index import env as env_module
 from kvfs.index import guard
 from kvfs.store import Store
@@ -465,3 +466,44 @@ def test_a_process_that_only_reads_leaves_the_stamp(spoilt: Spoilt) -> None:
     assert (spoilt.index / "clean.stamp").stat().st_mtime_ns == before
     with spoilt.open() as store:
         assert store.index.discarded is None and spoilt.answers(store) == spoilt.want
+
+
+# a large one
+
+
+@pytest.mark.slow
+def test_a_million_rows_are_ready_in_time(place: Path) -> None:
+    """BUGS J5: at once after an orderly stop, in ten seconds after a kill."""
+    stock = Stock.make(place / "store", index=str(place / "index"))
+    segment, runs = b"0" * 16, 340_000
+
+    def add(first: int) -> None:
+        entries = [
+            RunEntry(stock.ns.nsid, segment, 2 * n, 0, 1, 1 << 60, b"r" * 16, b"", os.urandom(32))
+            for n in range(first, first + 20_000)
+        ]
+        stock.store.index.write(lambda a: [a.apply(entry) for entry in entries])
+
+    begin = SegmentEntry(segment, stock.ns.nsid, 4096, 1 << 20, 4096, 0, 1000, "agent", "seg/x")
+    stock.store.index.write(lambda a: a.apply(begin))
+    for first in range(0, runs, 20_000):
+        add(first)
+    assert stock.store.stats()["blocks"] == 2 * runs
+    stock.close()
+
+    def seconds_to_open() -> float:
+        start = time.monotonic()
+        store = Store.open(place / "store", index=str(place / "index"))
+        taken = time.monotonic() - start
+        assert store.index.discarded is None and store.stats()["blocks"] == 2 * runs
+        store.close()
+        return taken
+
+    def killed() -> None:
+        store = Store.open(place / "store", index=str(place / "index"))
+        store.define_class("new", 60)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert seconds_to_open() < 3
+    assert children.run(killed) == -signal.SIGKILL
+    assert seconds_to_open() < 10
