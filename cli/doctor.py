@@ -182,7 +182,7 @@ def _opened_index(settings: Settings) -> Fact:
 
 
 def _fuse(settings: Settings) -> Iterator[Fact]:
-    from kvfs.mountinfo import mounts
+    from kvfs.mount.mountinfo import mounts
 
     if not os.path.exists(_FUSE):
         yield Fact("fuse", "note", f"there is no {_FUSE}: no mounts here")

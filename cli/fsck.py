@@ -1,4 +1,4 @@
-"""`kvctl fsck`: reads everything and says what is wrong. What is checked, kvfs.fsck says."""
+"""`kvctl fsck`: reads everything and says what is wrong. What is checked, kvfs.repair.fsck says."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
 
 if TYPE_CHECKING:
-    from kvfs.findings import Finding, Report
-    from kvfs.fsck import Progress
+    from kvfs.repair.fsck import Progress
+    from kvfs.scan.findings import Finding, Report
 
 MANUAL = {
     "Findings": """
@@ -67,7 +67,7 @@ def command(settings: Settings, repair: bool, force: bool) -> int:
 
     The store may be in use meanwhile. Exits with 12 if damage was found, repaired or not.
     """
-    from kvfs.fsck import fsck
+    from kvfs.repair.fsck import fsck
 
     with (
         common.interruptible(),

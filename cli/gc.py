@@ -1,4 +1,4 @@
-"""`kvctl gc`: gives back room and makes some. What may go, kvfs.gc decides."""
+"""`kvctl gc`: gives back room and makes some. What may go, kvfs.gc.collector decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvfs.cli.settings import Settings
 from kvfs.cli.values import BYTES
 
 if TYPE_CHECKING:
-    from kvfs.gc import GcResult
+    from kvfs.gc.collector import GcResult
 
 MANUAL = {
     "How it works": """
@@ -91,7 +91,7 @@ def command(
 
     Meant to be run every few minutes on some host, by a timer.
     """
-    from kvfs.gc import Collector
+    from kvfs.gc.collector import Collector
 
     with common.interruptible(), common.open_store(settings) as store:
         collector = Collector(

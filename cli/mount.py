@@ -1,4 +1,4 @@
-"""`kvctl mount`: shows a store as a directory tree. The mount itself is kvfs.mount's."""
+"""`kvctl mount`: shows a store as a directory tree. The mount itself is kvfs.mount.process's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfs.cli.settings import Settings
 from kvfs.errors import InputError
 
 if TYPE_CHECKING:
-    from kvfs.mount import MountOptions
+    from kvfs.mount.process import MountOptions
 
 # Options for mount(8), systemd and the kernel, which an fstab line may hold; they mean nothing
 # here, or are so anyway.
@@ -96,7 +96,7 @@ def command(
     beginning, in that a file for each block; forks are directories. All is read-only unless
     -o rw is given. A mount whose process has died is replaced. See also kvctl-umount(1).
     """
-    from kvfs.mount import MountOptions, mount
+    from kvfs.mount.process import MountOptions, mount
 
     options = MountOptions(
         store=settings.store, point=directory, index=settings.index, allow_other=allow_other,

@@ -1,4 +1,4 @@
-"""`kvctl rebuild`: makes this host's index anew. How, kvfs.rebuild says."""
+"""`kvctl rebuild`: makes this host's index anew. How, kvfs.repair.rebuild says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfs.cli.settings import Settings
 from kvfs.errors import IndexFault
 
 if TYPE_CHECKING:
-    from kvfs.rebuild import Rebuilt
+    from kvfs.repair.rebuild import Rebuilt
     from kvfs.store import Store
 
 MANUAL = {
@@ -51,7 +51,7 @@ def command(settings: Settings, source: str) -> None:
     Nothing of the store is changed. Processes that have the index open go on with the old one
     until the new one is whole.
     """
-    from kvfs.rebuild import rebuild
+    from kvfs.repair.rebuild import rebuild
 
     with _open(settings) as store:
         with output.Progress("entries applied") as progress:

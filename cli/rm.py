@@ -1,4 +1,4 @@
-"""`kvctl rm`: takes blocks out of sight, and with --purge their bytes off the disk (kvfs.purge)."""
+"""`kvctl rm`: takes blocks out of sight, with --purge their bytes off the disk (kvfs.gc.purge)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _remove(store: Store, ns: Namespace, target: targets.Target, from_block: int
 def _purge(
     settings: Settings, store: Store, ns: Namespace, target: targets.Target, from_block: int
 ) -> int:
-    from kvfs.purge import Purge
+    from kvfs.gc.purge import Purge
 
     with common.interruptible():
         receipt = Purge(store, ns).run(_heads(store, ns, target, from_block))

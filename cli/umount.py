@@ -1,4 +1,4 @@
-"""`kvctl umount`: ends a mount. See kvfs.mountinfo."""
+"""`kvctl umount`: ends a mount. See kvfs.mount.mountinfo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(settings: Settings, lazy: bool, directory: str) -> None:
 
     If the mount is in use, says by whom and leaves it in place. umount(8) works as well.
     """
-    from kvfs.mountinfo import real_point, unmount
+    from kvfs.mount.mountinfo import real_point, unmount
 
     point = real_point(directory)
     os.chdir("/")  # not to be what keeps the mount in use

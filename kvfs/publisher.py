@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvfs.backend import Backend
 from kvfs.config import StoreConfig, check_alive
 from kvfs.errors import KvfsError
-from kvfs.follow import Follower
+from kvfs.follow.follower import Follower
 from kvfs.frames import Entry, MoveEntry, RunEntry, SealEntry
 from kvfs.index import Index, OutOfStep, apply_journal
 from kvfs.index.apply import Applier

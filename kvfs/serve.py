@@ -13,8 +13,8 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from kvfs.following import INTERVAL_SECONDS, Following
-from kvfs.lag import lags
+from kvfs.follow.following import INTERVAL_SECONDS, Following
+from kvfs.follow.lag import lags
 from kvfs.store import Store
 from kvfs.systemd import notify
 

@@ -31,9 +31,9 @@ from kvfs.config import (
 )
 from kvfs.errors import BackendError, ConfigError, FormatError, InputError, KvfsError
 from kvfs.fetch import FetchResult, Reader
-from kvfs.follow import Followed, Follower, Progress
+from kvfs.follow.follower import Followed, Follower, Progress
+from kvfs.follow.history import adopt, lost, note_followed
 from kvfs.frames import ClassEntry, NamespaceEntry
-from kvfs.history import adopt, lost, note_followed
 from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES

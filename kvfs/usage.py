@@ -23,7 +23,7 @@ from kvfs.errors import KvfsError, SpaceError
 from kvfs.layout import Identity
 from kvfs.limits import Limits
 from kvfs.namespace import Namespace
-from kvfs.scan import segment_paths
+from kvfs.scan.segments import segment_paths
 
 REFRESH_SECONDS = 5.0
 # Looking may take this share of the time.

@@ -44,7 +44,7 @@ _PUBLISHED_TOGETHER = 500
 
 _FOLLOWER = """
 import sys
-from kvfs.following import Following
+from kvfs.follow.following import Following
 from kvfs.store import Store
 with Store.open(sys.argv[1], index=sys.argv[2], catch_up=False) as store:
     print("open", flush=True)

@@ -26,7 +26,7 @@ from kvfs.connectors.vllm_settings import Settings
 from kvfs.errors import InputError, KvfsError
 from kvfs.fetcher.engine import Fetcher
 from kvfs.fetcher.ticket import Ticket
-from kvfs.following import Following
+from kvfs.follow.following import Following
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvfs.chain import PrefixHasher
-from kvfs.gc import GcResult
-from kvfs.housekeeping import Housekeeper
+from kvfs.gc.collector import GcResult
+from kvfs.gc.housekeeping import Housekeeper
 from kvfs.layout import Identity, Span
 from kvfs.limits import Limits
 from kvfs.namespace import Namespace

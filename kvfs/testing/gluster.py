@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvfs.fsck import fsck
+from kvfs.repair.fsck import fsck
 from kvfs.store import Store
 from kvfs.testing.blocks import small_identity
 from kvfs.testing.command import environment

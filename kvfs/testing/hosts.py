@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from kvfs.following import Following
+from kvfs.follow.following import Following
 from kvfs.store import Store
 from kvfs.testing.command import environment
 from kvfs.testing.stock import Clock, Stock, tokens

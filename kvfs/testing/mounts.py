@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfs import mountinfo
+from kvfs.mount import mountinfo
 from kvfs.namespace import Namespace
 from kvfs.store import Store
 from kvfs.testing.chains import grow, identity
@@ -27,7 +27,7 @@ SECONDS = 20.0
 _SLOW = """
 import os, sys, time
 from kvfs.backend.posix import PosixBackend
-from kvfs.mount import MountOptions, mount
+from kvfs.mount.process import MountOptions, mount
 seconds, gate, store, index, point = sys.argv[1:]
 read = PosixBackend.readv
 def slow(self, file, buffers, offset):

@@ -1,8 +1,8 @@
 """What the tree of a store is: names, what they stand for, sizes and times.
 
-Here and only here: the mount (kvfs.fuse) and `kvctl ls` translate. Nothing in this module changes
-the store; kvfs.vfs.change does. Lookups, listings and stat read the local index alone; opened
-files read the store. Thread-safe.
+Here and only here: the mount (kvfs.mount.operations) and `kvctl ls` translate. Nothing in this
+module changes the store; kvfs.vfs.change does. Lookups, listings and stat read the local index
+alone; opened files read the store. Thread-safe.
 
 A node may be gone by the time it is used (evicted, expired): then OSError(ESTALE), at which the
 kernel looks the name up again. A name that is not there is None. KvfsError for what is damaged.

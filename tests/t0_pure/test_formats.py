@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import xxhash
 
-from kvfs import checkpoint, frames, journal, lease, limits, presets, record, segment
+from kvfs import frames, journal, limits, presets, record, segment
 from kvfs.catalog import namespace_path
 from kvfs.chain import PrefixHasher
 from kvfs.config import MARKER, StoreConfig
 from kvfs.errors import FormatError
+from kvfs.follow import checkpoint
+from kvfs.gc import lease
 from kvfs.geometry import Geometry
 from kvfs.index import schema
 from kvfs.record import RunBlocks, Shape

@@ -26,17 +26,12 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.arena kvfs.backend kvfs.frames kvfs.record kvfs.slot_entries",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
-        "kvfs.catalog kvfs.local kvfs.follow kvfs.checkpoint kvfs.history kvfs.fetch kvfs.removal"
-        " kvfs.segment_writer kvfs.publisher kvfs.writer kvfs.put kvfs.lease kvfs.findings"
-        " kvfs.renewal kvfs.throttle kvfs.limits kvfs.usage kvfs.merging kvfs.restating kvfs.pace"
-        " kvfs.readahead kvfs.scan kvfs.journal_scan kvfs.audit kvfs.salvage",
-        "kvfs.store kvfs.gc kvfs.expiry kvfs.occupancy kvfs.cleaner kvfs.eviction kvfs.reclaim"
-        " kvfs.folding kvfs.housekeeping kvfs.purge kvfs.fsck kvfs.rebuild kvfs.state"
-        " kvfs.following kvfs.lag kvfs.systemd",
+        "kvfs.catalog kvfs.local kvfs.scan kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer"
+        " kvfs.publisher kvfs.writer kvfs.put kvfs.renewal kvfs.limits kvfs.usage",
+        "kvfs.store kvfs.gc kvfs.repair kvfs.state kvfs.systemd",
         "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
-        "kvfs.fuse kvfs.fuse_guard kvfs.fuse_write kvfs.mount kvfs.mountinfo kvfs.serve"
-        " kvfs.connectors kvfs.gpu",
+        "kvfs.mount kvfs.serve kvfs.connectors kvfs.gpu",
         "kvfs.cli kvfs.testing kvfs.__main__",
     )
 )
@@ -46,11 +41,11 @@ OWNERS = {
     "click": {"kvfs.cli", "kvfs.testing"},
     "hypercorn": {"kvfs.peers"},
     "lmdb": {"kvfs.index"},
-    "pyfuse3": {"kvfs.fuse", "kvfs.fuse_guard", "kvfs.fuse_write", "kvfs.mount"},
+    "pyfuse3": {"kvfs.mount"},
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
     "vllm": {"kvfs.connectors"},
-    "trio": {"kvfs.fetcher", "kvfs.fuse", "kvfs.mount", "kvfs.peers", "kvfs.testing"},
+    "trio": {"kvfs.fetcher", "kvfs.mount", "kvfs.peers", "kvfs.testing"},
 }
 HEAVY = {"click", "hypercorn", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio", "vllm"}
 # The storage is reached through the backend, so that faults can be injected in one place.

@@ -7,7 +7,7 @@ import pytest
 from kvfs.cli.mount import apply_options
 from kvfs.cli.mount_helper import translate
 from kvfs.errors import InputError
-from kvfs.mount import MountOptions
+from kvfs.mount.process import MountOptions
 
 S, D = "/srv/kvfs", "/mnt/kvfs"
 PLAIN = ["mount", "--store", S]

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from kvfs.errors import FormatError, InputError, SpaceError
-from kvfs.fsck import fsck
-from kvfs.gc import Collector, GcResult
+from kvfs.gc.collector import Collector, GcResult
+from kvfs.gc.throttle import Bucket
 from kvfs.limits import PATH, Limits
 from kvfs.namespace import Namespace
+from kvfs.repair.fsck import fsck
 from kvfs.store import Store
 from kvfs.testing.blocks import payloads, small_identity
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import Stock, tokens
-from kvfs.throttle import Bucket
 from kvfs.usage import measure, tenant_of
 
 MIB = 1 << 20

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import checkpoint
-from kvfs.cleaner import Cleaned, Cleaner
-from kvfs.expiry import Expiry
-from kvfs.fsck import fsck
+from kvfs.follow import checkpoint
+from kvfs.gc.cleaner import Cleaned, Cleaner
+from kvfs.gc.expiry import Expiry
+from kvfs.gc.occupancy import occupied, worth_cleaning
+from kvfs.gc.throttle import Bucket
 from kvfs.index.schema import ALIASES, DROPPED, LIVE, MOVED, scan
-from kvfs.occupancy import occupied, worth_cleaning
-from kvfs.rebuild import rebuild
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import START, Stock, flip, tokens
-from kvfs.throttle import Bucket
 from kvfs.writer import Writer
 
 DAY = 86400.0

@@ -16,9 +16,9 @@ import pytest
 
 from kvfs.backend import PosixBackend
 from kvfs.errors import KvfsError
-from kvfs.fsck import fsck
-from kvfs.gc import Collector
+from kvfs.gc.collector import Collector
 from kvfs.limits import Limits
+from kvfs.repair.fsck import fsck
 from kvfs.store import Store
 from kvfs.testing.faults import CutAt, Fail, FaultyBackend, Short
 from kvfs.testing.indexcheck import index_faults
@@ -126,7 +126,7 @@ def test_an_error_in_every_tenth_call(store_dir: Path) -> None:
 # Seeds below 33,333 begin with different blocks.
 WORKER = """
 import random, sys, time
-from kvfs.gc import Collector
+from kvfs.gc.collector import Collector
 from kvfs.errors import KvfsError
 from kvfs.store import Store
 from kvfs.testing.blocks import payloads

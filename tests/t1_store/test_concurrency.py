@@ -13,7 +13,7 @@ import pytest
 from kvfs.backend import PosixBackend
 from kvfs.frames import RunEntry, SegmentEntry
 from kvfs.journal import JournalReader
-from kvfs.rebuild import rebuild
+from kvfs.repair.rebuild import rebuild
 from kvfs.segment import WRITER_BYTES, Header
 from kvfs.store import Store
 from kvfs.testing import children

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.fsck import fsck
-from kvfs.rebuild import rebuild
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
 from kvfs.testing import children
 from kvfs.testing.indexcheck import index_faults

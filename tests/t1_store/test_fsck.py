@@ -16,15 +16,15 @@ import pytest
 
 from kvfs.backend import PosixBackend
 from kvfs.errors import NoStoreError
-from kvfs.findings import Finding, Report
-from kvfs.fsck import fsck
-from kvfs.gc import Collector
+from kvfs.gc.collector import Collector
 from kvfs.index.schema import CHILDREN, scan_copies
 from kvfs.index.soundness import index_faults
 from kvfs.layout import Span
-from kvfs.rebuild import rebuild
 from kvfs.record import PAGE
-from kvfs.scan import read_head
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
+from kvfs.scan.findings import Finding, Report
+from kvfs.scan.segments import read_head
 from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.stock import Stock, flip, overwrite, tokens
 
@@ -429,7 +429,7 @@ def test_a_writer_that_was_killed(stock: Stock) -> None:
 
 
 def test_many_findings_are_counted_not_kept(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfs.findings.MAX_FINDINGS", 4)
+    monkeypatch.setattr("kvfs.scan.findings.MAX_FINDINGS", 4)
     stock.put(A)
     (path,) = stock.paths()
     overwrite(path, PAGE, bytes(10 * stock.ns.stride))

@@ -19,11 +19,11 @@ import pytest
 
 from kvfs.backend import PosixBackend
 from kvfs.errors import BackendError, BusyError, NoStoreError
-from kvfs.fsck import fsck
-from kvfs.gc import Collector, GcResult
+from kvfs.gc.collector import Collector, GcResult
+from kvfs.gc.lease import Holder, Lease
 from kvfs.index.schema import CUTS, DROPPED, GONE, LIVE, scan_copies
-from kvfs.lease import Holder, Lease
-from kvfs.rebuild import rebuild
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
 from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.indexcheck import index_faults
@@ -508,7 +508,7 @@ def test_three_processes_at_once(stock: Stock) -> None:
     code = (
         "import sys\n"
         "from kvfs.errors import KvfsError\n"
-        "from kvfs.gc import Collector\n"
+        "from kvfs.gc.collector import Collector\n"
         "from kvfs.store import Store\n"
         "def hold(phase):\n"
         "    print(phase, flush=True); sys.stdin.readline()\n"
@@ -668,7 +668,7 @@ def test_disk_use_and_index_agree_over_many_days(stock: Stock) -> None:
 PROCESS = """
 import random, select, sys
 from kvfs.errors import KvfsError
-from kvfs.gc import Collector
+from kvfs.gc.collector import Collector
 from kvfs.store import Store
 from kvfs.testing.stock import Clock, Stock, tokens
 

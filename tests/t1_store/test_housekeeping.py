@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import checkpoint, folding
 from kvfs.errors import BackendError
-from kvfs.gc import Collector, GcResult
-from kvfs.history import DEAD_MS
-from kvfs.housekeeping import Housekeeper
-from kvfs.lease import Lease
+from kvfs.follow import checkpoint
+from kvfs.follow.history import DEAD_MS
+from kvfs.gc import folding
+from kvfs.gc.collector import Collector, GcResult
+from kvfs.gc.housekeeping import Housekeeper
+from kvfs.gc.lease import Lease
 from kvfs.testing.stock import Stock, tokens
 
 A = tokens(1, 40)

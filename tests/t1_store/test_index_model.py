@@ -35,14 +35,14 @@ from kvfs.frames import (
     SegmentEntry,
     Source,
 )
+from kvfs.gc.merging import chains
+from kvfs.gc.restating import restated, unheard
 from kvfs.index import Index
 from kvfs.index import placer as placer_module
 from kvfs.index.schema import LIVE
-from kvfs.merging import chains
 from kvfs.namespace import Namespace
 from kvfs.put import Putter
 from kvfs.removal import cuts_for
-from kvfs.restating import restated, unheard
 from kvfs.segment_writer import Written
 from kvfs.testing.blocks import small_identity
 from kvfs.testing.indexcheck import index_faults
@@ -160,7 +160,7 @@ class PaperHost:
                 self.publish(entries)
 
     def clean(self, segment: bytes, told: list[RunEntry], gap: int) -> None:
-        """Moves what shows of a segment into a new one and drops it, as kvfs.cleaner does."""
+        """Moves what shows of a segment into a new one and drops it, as kvfs.gc.cleaner does."""
 
         def decide(applier: Any) -> list[Entry]:
             number = applier.segment_number(segment)

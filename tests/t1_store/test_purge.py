@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.fsck import fsck
-from kvfs.purge import Purge, Receipt
+from kvfs.gc.purge import Purge, Receipt
+from kvfs.repair.fsck import fsck
 from kvfs.testing.blocks import payload
 from kvfs.testing.command import kvctl_json
 from kvfs.testing.indexcheck import index_faults

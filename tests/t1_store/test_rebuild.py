@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvfs import checkpoint
 from kvfs.backend import PosixBackend
 from kvfs.errors import BackendError, FormatError, InputError, NoStoreError
+from kvfs.follow import checkpoint
+from kvfs.follow.history import prune
 from kvfs.frames import SegmentEntry
-from kvfs.fsck import fsck
-from kvfs.history import prune
-from kvfs.rebuild import rebuild, shapes
 from kvfs.record import PAGE
-from kvfs.scan import id_of, read_head, scan_segment, segment_paths, version_of
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild, shapes
+from kvfs.scan.segments import id_of, read_head, scan_segment, segment_paths, version_of
 from kvfs.store import Store
 from kvfs.testing.blocks import small_identity
 from kvfs.testing.faults import Fail, FaultyBackend

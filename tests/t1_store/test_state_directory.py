@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs import checkpoint, presets
+from kvfs import presets
 from kvfs.errors import InputError
+from kvfs.follow import checkpoint
 from kvfs.frames import NamespaceEntry
 from kvfs.index import Index
 from kvfs.index.schema import POOL, POOLS, PURGE, SLOT, SLOTS, scan_copies
 from kvfs.index.slots import all_entries
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan, SlotHint
-from kvfs.rebuild import rebuild
+from kvfs.repair.rebuild import rebuild
 from kvfs.slot_entries import WHOLE_POOL, SlotEntry, SlotGoneEntry
 from kvfs.state import Anchor, SlotPool, decide
 from kvfs.state.directory import Directory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.fsck import fsck
+from kvfs.repair.fsck import fsck
 from kvfs.sim.reference import sliding
 from kvfs.sim.steady import SteadyRun, make_store
 from kvfs.sim.trace import Request, find

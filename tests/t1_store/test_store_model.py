@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvfs.rebuild import rebuild
+from kvfs.repair.rebuild import rebuild
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import START, Clock, Stock
 

@@ -129,7 +129,7 @@ def test_other_bytes_under_the_same_name(place: Mounted) -> None:
 
 def operations() -> pyfuse3.Operations:
     from kvfs.errors import DamageError, InputError
-    from kvfs.fuse_guard import GuardedOperations
+    from kvfs.mount.guard import GuardedOperations
 
     class Broken(GuardedOperations):
         def __init__(self) -> None:
@@ -191,8 +191,8 @@ def test_the_guard() -> None:
 
 
 def test_every_handler_is_guarded() -> None:
-    from kvfs.fuse import ReadOnly
-    from kvfs.fuse_write import Writable
+    from kvfs.mount.operations import ReadOnly
+    from kvfs.mount.write import Writable
 
     for kind in (ReadOnly, Writable):
         handlers = [n for n in vars(kind) if hasattr(pyfuse3.Operations, n) and n[0] != "_"]

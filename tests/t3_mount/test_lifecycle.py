@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import mountinfo
+from kvfs.mount import mountinfo
 from kvfs.testing.mounts import SECONDS, Mounted, mounted, until, wait_ended
 
 NOBODY = 65534

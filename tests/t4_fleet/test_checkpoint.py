@@ -17,15 +17,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvfs import checkpoint
 from kvfs.backend import PosixBackend
-from kvfs.checkpoint import DIRECTORY, all_whole, newest
-from kvfs.following import Following
-from kvfs.fsck import fsck
-from kvfs.history import DEAD_MS, prune, tidy
+from kvfs.follow import checkpoint
+from kvfs.follow.checkpoint import DIRECTORY, all_whole, newest
+from kvfs.follow.following import Following
+from kvfs.follow.history import DEAD_MS, prune, tidy
 from kvfs.index.schema import META, scan
 from kvfs.journal import journal_path
-from kvfs.rebuild import rebuild
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
 from kvfs.testing.command import environment
 from kvfs.testing.faults import CutAt, Fail, FaultyBackend
@@ -491,8 +491,8 @@ def test_an_absent_mount_makes_no_host_forget(stock: Stock) -> None:
 
 WORK = """
 import sys, time
-from kvfs import checkpoint
-from kvfs.history import prune
+from kvfs.follow import checkpoint
+from kvfs.follow.history import prune
 from kvfs.store import Store
 what, path, index, start = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
 now = [start]
@@ -501,7 +501,7 @@ print("ready", flush=True)
 for i in range(10_000):
     now[0] = start + 3600 * i
     if what == "load":
-        from kvfs.history import adopt
+        from kvfs.follow.history import adopt
         from kvfs.index.schema import META
         store.index.write(lambda a: (a.txn.delete(META + b"followed_ms"),
                                      a.txn.delete(META + b"adopted")))

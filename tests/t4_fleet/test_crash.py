@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.fsck import fsck
+from kvfs.repair.fsck import fsck
 from kvfs.testing.command import environment
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import Clock, Stock, tokens
@@ -31,12 +31,12 @@ EXPECTED = {"unsealed", "dropped", "orphan", "unfinished", "checkpoint", "behind
 # Starts processes by fork, because an interpreter takes longer to start than they live.
 NURSERY = """
 import os, random, signal, sys, time
-from kvfs import checkpoint
+from kvfs.follow import checkpoint
 from kvfs.errors import BusyError
-from kvfs.following import Following
-from kvfs.fsck import fsck
-from kvfs.gc import Collector
-from kvfs.history import prune
+from kvfs.follow.following import Following
+from kvfs.repair.fsck import fsck
+from kvfs.gc.collector import Collector
+from kvfs.follow.history import prune
 from kvfs.store import Store
 from kvfs.testing.stock import Clock, Stock, tokens
 import numpy

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from kvfs.backend import PosixBackend
-from kvfs.following import ALL_SECONDS, Following
+from kvfs.follow.following import ALL_SECONDS, Following
 from kvfs.frames import RenewEntry
 from kvfs.journal import journal_path
-from kvfs.rebuild import rebuild
+from kvfs.repair.rebuild import rebuild
 from kvfs.serve import status
 from kvfs.testing.blocks import small_identity
 from kvfs.testing.command import command, environment, kvctl_json
@@ -146,7 +146,7 @@ def test_many_unread_journals_are_read_in_bounded_memory(
 ) -> None:
     import tracemalloc
 
-    from kvfs import follow
+    from kvfs.follow import follower as follow
 
     monkeypatch.setattr(follow, "_READ_TOGETHER", 2 << 20)
     monkeypatch.setattr(follow, "BATCH_BYTES", 1 << 20)
@@ -423,7 +423,7 @@ def test_a_block_that_does_not_show_here_yet_is_not_forgotten(
 
 FOLLOWER = """
 import sys
-from kvfs.following import Following
+from kvfs.follow.following import Following
 from kvfs.store import Store
 with Store.open(sys.argv[1], index=sys.argv[2], catch_up=False) as store:
     print("open", flush=True)
@@ -522,7 +522,7 @@ def test_a_rebuild_on_one_host_under_load(stock: Stock) -> None:
 
 
 def test_the_index_notes_when_it_had_read_everything(stock: Stock) -> None:
-    from kvfs.history import followed_ms
+    from kvfs.follow.history import followed_ms
 
     stock.put(tokens(1, 40))
     host, _ = counted(stock)

@@ -15,10 +15,10 @@ import pytest
 from kvfs.backend import read_into, write_all
 from kvfs.backend.threefs import ThreefsBackend
 from kvfs.errors import ConfigError
-from kvfs.fsck import fsck
-from kvfs.gc import Collector
+from kvfs.gc.collector import Collector
 from kvfs.index.place import require_local
-from kvfs.rebuild import rebuild
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
 from kvfs.testing.command import kvctl, kvctl_json
 from kvfs.testing.stock import Stock, tokens

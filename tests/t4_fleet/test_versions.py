@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import xxhash
 
-from kvfs import checkpoint
 from kvfs.errors import FormatError, IndexFault
-from kvfs.fsck import fsck
-from kvfs.gc import Collector
-from kvfs.history import prune
+from kvfs.follow import checkpoint
+from kvfs.follow.history import prune
+from kvfs.gc.collector import Collector
 from kvfs.index.schema import META
-from kvfs.rebuild import rebuild
 from kvfs.record import PAGE
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
 from kvfs.testing.command import kvctl
 from kvfs.testing.indexcheck import index_faults

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfs import mountinfo
+from kvfs.mount import mountinfo
 
 _SECONDS = 20.0
 

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvfs import mountinfo
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.index.place import default_root
+from kvfs.mount import mountinfo
 from kvfs.store import Store
 from kvfs.store_path import absolute, path_of
 from kvfs.systemd import notify
@@ -207,8 +207,8 @@ def _serve(options: MountOptions, point: str, ready: Callable[[], None]) -> None
 
 
 def _operations(options: MountOptions, store: Store) -> Any:
-    from kvfs.fuse import Owner, ReadOnly
-    from kvfs.fuse_write import Writable
+    from kvfs.mount.operations import Owner, ReadOnly
+    from kvfs.mount.write import Writable
 
     kind = Writable if options.writable else ReadOnly
     return kind(Tree(store), Owner(options.uid, options.gid, options.umask))

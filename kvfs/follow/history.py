@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfs.backend import Backend
-from kvfs.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
+from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
 from kvfs.index import Index
 from kvfs.index.apply import Applier
 from kvfs.index.index import ENDED, LAST, JournalState

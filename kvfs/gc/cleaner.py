@@ -10,7 +10,7 @@ For a batch of segments:
 4. in one index transaction and one append to the journal: each run is looked at again and, as far
    as it is still there, moved (MOVE) with the expiry it has by then; a segment in which nothing of
    use is left is dropped (DROP)
-5. its file goes after the grace, as that of any dropped segment (kvfs.gc)
+5. its file goes after the grace, as that of any dropped segment (kvfs.gc.collector)
 
 A crash before 4 leaves a segment that nothing tells of, which goes when its time is over; behind 4
 what the next pass finishes. An error while copying keeps what was copied until then and leaves the
@@ -26,23 +26,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvfs.audit import misfit
 from kvfs.chain import HASH_BYTES
 from kvfs.errors import KvfsError
-from kvfs.expiry import Expiry
 from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, Source
+from kvfs.gc.expiry import Expiry
+from kvfs.gc.merging import Chain, chains
+from kvfs.gc.occupancy import Occupied
+from kvfs.gc.restating import restated, unheard
+from kvfs.gc.throttle import Bucket
 from kvfs.index.apply import Applier
 from kvfs.index.schema import LIVE, Run, Segment
-from kvfs.merging import Chain, chains
 from kvfs.namespace import Namespace
-from kvfs.occupancy import Occupied
-from kvfs.readahead import RecordReader
 from kvfs.record import Landing, RunBlocks, Trailer, check_payload, parse
-from kvfs.restating import restated, unheard
-from kvfs.salvage import shortened
+from kvfs.scan.audit import misfit
+from kvfs.scan.readahead import RecordReader
+from kvfs.scan.salvage import shortened
 from kvfs.segment_writer import Written
 from kvfs.store import Store
-from kvfs.throttle import Bucket
 from kvfs.writer import Writer
 
 BATCH_BYTES = 1 << 30

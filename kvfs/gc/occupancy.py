@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfs.expiry import Expiry
+from kvfs.gc.expiry import Expiry
 from kvfs.index.schema import LIVE, Run, Segment
 
 

@@ -1,9 +1,9 @@
 """FSCK: reads everything and says what is wrong, where, and what it costs; with repair drops it.
 
-Verified are the rows of the index against each other, every visible record (kvfs.audit), and that
-index, journals and segment files tell the same story. A repair takes bad records, and what follows
-them, out of sight on every host (CUT entries in the journal), and segments whose files are gone
-(DROP); an index that contradicts itself is rebuilt. Sound data is never removed, a file never
+Verified are the rows of the index against each other, every visible record (kvfs.scan.audit), and
+that index, journals and segment files tell the same story. A repair takes bad records, and what
+follows them, out of sight on every host (CUT entries in the journal), and segments whose files are
+gone (DROP); an index that contradicts itself is rebuilt. Sound data is never removed, a file never
 changed, and what may only be out of reach (a segment that cannot be opened) is left alone.
 
 The store may be in use meanwhile: what vanished or came while it was looked at is no finding.
@@ -16,21 +16,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvfs.audit import Audit, SegmentAudit
-from kvfs.checkpoint import read_entries
 from kvfs.config import check_alive
 from kvfs.errors import FormatError
-from kvfs.expiry import QUIET_MS, Expiry
-from kvfs.findings import Finding, Report
+from kvfs.follow.checkpoint import read_entries
 from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, SegmentEntry
+from kvfs.gc.expiry import QUIET_MS, Expiry
 from kvfs.index.index import FIRST_FRAME
 from kvfs.index.schema import DROPPED, LIVE, Run, Segment
 from kvfs.index.soundness import index_faults
-from kvfs.journal_scan import JournalTail, journal_files, journal_version, read_journal
 from kvfs.namespace import Namespace
-from kvfs.rebuild import base_of, broken_checkpoints, rebuild, shapes
 from kvfs.removal import cuts_for
-from kvfs.scan import (
+from kvfs.repair.rebuild import base_of, broken_checkpoints, rebuild, shapes
+from kvfs.scan.audit import Audit, SegmentAudit
+from kvfs.scan.findings import Finding, Report
+from kvfs.scan.journals import JournalTail, journal_files, journal_version, read_journal
+from kvfs.scan.segments import (
     ShapeOf,
     id_of,
     scan_segment,

@@ -1,9 +1,9 @@
 """Room, where there is too little of it or where it is wasted: evict, then clean.
 
 1. for the store, and for each namespace and tenant with a quota: where its segments take more than
-   `high` of the limit, the longest unused runs go (kvfs.eviction) until what is in use would fit
+   `high` of the limit, the longest unused runs go (kvfs.gc.eviction) until what is in use would fit
    below `low` with some slack; others' runs never go for it
-2. segments that are little used are copied forward (kvfs.cleaner), the least used first: those
+2. segments that are little used are copied forward (kvfs.gc.cleaner), the least used first: those
    below a share always, and as many as it takes where a limit is exceeded
 
 `dry_run` takes the same way and leaves out the writing. Blocking; belongs to one thread, which
@@ -16,15 +16,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kvfs.cleaner import Cleaned, Cleaner
-from kvfs.eviction import Evicted, by_use, choose, evict
-from kvfs.expiry import Expiry
+from kvfs.gc.cleaner import Cleaned, Cleaner
+from kvfs.gc.eviction import Evicted, by_use, choose, evict
+from kvfs.gc.expiry import Expiry
+from kvfs.gc.occupancy import Occupied, occupied, worth_cleaning
+from kvfs.gc.throttle import Bucket
 from kvfs.index.schema import Run
 from kvfs.limits import Limits
 from kvfs.namespace import Namespace
-from kvfs.occupancy import Occupied, occupied, worth_cleaning
 from kvfs.store import Store
-from kvfs.throttle import Bucket
 from kvfs.usage import tenant_of
 from kvfs.writer import Writer
 

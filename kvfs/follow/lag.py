@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfs.backend import Backend
 from kvfs.errors import FormatError
-from kvfs.follow import entry_ms, writer_id_of
+from kvfs.follow.follower import entry_ms, writer_id_of
 from kvfs.index import Index
 from kvfs.index.index import ENDED, FIRST_FRAME, LAST
 from kvfs.journal import JournalReader

@@ -17,7 +17,7 @@ from kvfs.frames import MoveEntry, RunEntry, Source
 from kvfs.index.apply import Applier
 from kvfs.index.placer import Placer
 from kvfs.index.schema import LIVE, Run, Segment, common
-from kvfs.salvage import shortened
+from kvfs.scan.salvage import shortened
 
 
 def restated(

@@ -26,7 +26,7 @@ import pyfuse3
 import trio
 
 from kvfs.errors import DeadlineError
-from kvfs.fuse_guard import GuardedOperations
+from kvfs.mount.guard import GuardedOperations
 from kvfs.vfs import Entry, Stat, Tree, xattr
 from kvfs.vfs.file import Content
 from kvfs.vfs.inodes import Inodes

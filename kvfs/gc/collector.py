@@ -3,12 +3,12 @@
 A pass, under the lease (one collector at a time):
 
 1. files of segments that were dropped longer than the grace ago are removed
-2. mark: segments that may go (kvfs.expiry)
+2. mark: segments that may go (kvfs.gc.expiry)
 3. sweep: each is looked at again in the very transaction that drops it, so that what a put renewed
    in between stays; the DROP entry tells the other hosts. Its file goes in a later pass: a fetch
    that is under way reads on
 4. where limits are exceeded the longest unused runs are evicted, and segments that are little used
-   are copied forward and dropped (kvfs.reclaim)
+   are copied forward and dropped (kvfs.gc.reclaim)
 5. segments that no journal tells of go when their own time to live, and a day, is over
 6. empty directories of past days go, and index rows of files that are gone
 7. a checkpoint is written if there is much to read without one, and journals go that nobody needs
@@ -30,17 +30,17 @@ from typing import Any
 
 from kvfs.config import check_alive
 from kvfs.errors import EXIT_OK, BackendError, ConfigError, FormatError, SpaceError
-from kvfs.expiry import DAY_MS, Doomed, Expiry, Marked
-from kvfs.folding import Folded, fold
 from kvfs.frames import DropEntry, Entry
+from kvfs.gc.expiry import DAY_MS, Doomed, Expiry, Marked
+from kvfs.gc.folding import Folded, fold
+from kvfs.gc.lease import SECONDS, Lease
+from kvfs.gc.pace import Pace
+from kvfs.gc.reclaim import Reclaim, Reclaimed
 from kvfs.index.apply import Applier
 from kvfs.index.schema import DROPPED, GONE, Segment
 from kvfs.index.wipe import forget, forget_cuts, mark_gone
-from kvfs.lease import SECONDS, Lease
-from kvfs.pace import Pace
-from kvfs.reclaim import Reclaim, Reclaimed
 from kvfs.record import PAGE
-from kvfs.scan import id_of, names, read_head, segment_paths, segment_version
+from kvfs.scan.segments import id_of, names, read_head, segment_paths, segment_version
 from kvfs.segment import VERSION
 from kvfs.store import Store
 from kvfs.writer import Writer

@@ -15,7 +15,7 @@ from kvfs.frames import RunEntry
 from kvfs.index.apply import Applier
 from kvfs.index.index import LAST
 from kvfs.index.schema import CUTS, LIVE, PLACE, RUN, U32, WAITING, Segment, scan
-from kvfs.scan import read_head, scan_segment
+from kvfs.scan.segments import read_head, scan_segment
 from kvfs.segment import WRITER_BYTES
 from kvfs.store import Store
 

@@ -21,8 +21,8 @@ from kvfs.backend import Backend, OpenFile, read_into
 from kvfs.chain import HASH_BYTES
 from kvfs.errors import FormatError
 from kvfs.frames import Entry, RunEntry, SegmentEntry, decode_all
-from kvfs.readahead import RecordReader
 from kvfs.record import PAGE, TRAILER_BYTES, Landing, Shape, Trailer, check_payload, parse
+from kvfs.scan.readahead import RecordReader
 from kvfs.segment import (
     END_BYTES,
     END_MAGIC,

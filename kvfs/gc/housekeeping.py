@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from kvfs.errors import BusyError, KvfsError
-from kvfs.gc import Collector, GcResult
+from kvfs.gc.collector import Collector, GcResult
 from kvfs.store import Store
 from kvfs.writer import Writer
 

@@ -1,7 +1,7 @@
 """Journal files as they lie: which there are, what they tell, and where their readable part ends.
 
-For rebuild and fsck, which must not believe the index; whoever follows journals uses kvfs.follow.
-Blocking; reads the shared storage and writes nothing. No state.
+For rebuild and fsck, which must not believe the index; whoever follows journals uses
+kvfs.follow.follower. Blocking; reads the shared storage and writes nothing. No state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvfs.backend import Backend, read_into
 from kvfs.frames import Entry
 from kvfs.journal import HEADER_BYTES, MAGIC, VERSION, JournalReader
-from kvfs.scan import names
+from kvfs.scan.segments import names
 
 _READ = 1 << 20
 _READ_LIMIT = 128 << 20  # above the largest frame

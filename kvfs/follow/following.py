@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvfs.errors import KvfsError
-from kvfs.follow import Followed, Follower, writer_id_of
-from kvfs.history import adopt, note_followed, tidy
+from kvfs.follow.follower import Followed, Follower, writer_id_of
+from kvfs.follow.history import adopt, note_followed, tidy
 from kvfs.index.index import LAST
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfs.chain import HASH_BYTES
-from kvfs.cleaner import Cleaner
-from kvfs.expiry import Expiry
 from kvfs.frames import CutEntry, Entry, RunEntry
+from kvfs.gc.cleaner import Cleaner
+from kvfs.gc.expiry import Expiry
+from kvfs.gc.lease import SECONDS, Lease
+from kvfs.gc.occupancy import Occupied, occupied
+from kvfs.gc.pace import Pace
 from kvfs.index.schema import DROPPED, GONE, LIVE, Run, Segment
 from kvfs.index.wipe import mark_gone
-from kvfs.lease import SECONDS, Lease
 from kvfs.namespace import Namespace
-from kvfs.occupancy import Occupied, occupied
-from kvfs.pace import Pace
 from kvfs.removal import descendants
 from kvfs.store import Store
 from kvfs.writer import Writer

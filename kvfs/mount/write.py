@@ -1,7 +1,8 @@
 """The handlers a writable mount has besides: rm evicts, touch renews, setfattr changes the class.
 
-Thin, as kvfs.fuse is; what is done, and why removed names linger, is in kvfs.vfs.change. What
-would write data or make a name is refused with EPERM: blocks come in through `put` alone.
+Thin, as kvfs.mount.operations is; what is done, and why removed names linger, is in
+kvfs.vfs.change. What would write data or make a name is refused with EPERM: blocks come in
+through `put` alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pyfuse3
 
-from kvfs.fuse import Owner, ReadOnly
+from kvfs.mount.operations import Owner, ReadOnly
 from kvfs.vfs import Stat, Tree, xattr
 from kvfs.vfs.change import GONE_SECONDS, Changes
 from kvfs.vfs.listing import Listing

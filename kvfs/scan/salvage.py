@@ -18,7 +18,7 @@ from kvfs.backend import Backend
 from kvfs.chain import HASH_BYTES
 from kvfs.errors import FormatError
 from kvfs.frames import MAX_PATH_HEADS, Entry, RunEntry
-from kvfs.scan import Scan, ShapeOf, scan_segment, segment_paths, segment_version
+from kvfs.scan.segments import Scan, ShapeOf, scan_segment, segment_paths, segment_version
 from kvfs.segment import VERSION
 
 

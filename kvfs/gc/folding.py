@@ -1,17 +1,17 @@
 """Journals into checkpoints: so that a new host reads minutes of history and not months.
 
 A checkpoint is written when the journals have grown by enough since the last one, or are many more;
-then journals go that nobody needs any more (kvfs.history). The caller holds the lease and has
-followed the journals. Blocking; writes and removes on the shared storage.
+then journals go that nobody needs any more (kvfs.follow.history). The caller holds the lease and
+has followed the journals. Blocking; writes and removes on the shared storage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvfs import checkpoint
 from kvfs.errors import FormatError
-from kvfs.history import DEAD_MS, prune
+from kvfs.follow import checkpoint
+from kvfs.follow.history import DEAD_MS, prune
 from kvfs.store import Store
 
 FOLD_BYTES = 16 << 20

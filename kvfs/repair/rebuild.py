@@ -18,21 +18,21 @@ from typing import Any
 
 from kvfs.backend import Backend
 from kvfs.catalog import namespace_path
-from kvfs.checkpoint import DIRECTORY, Checkpoint, all_whole, load, newest
 from kvfs.config import check_alive
 from kvfs.errors import BackendError, FormatError, InputError
-from kvfs.follow import Follower, Progress
+from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, all_whole, load, newest
+from kvfs.follow.follower import Follower, Progress
 from kvfs.frames import ClassEntry, Entry, NamespaceEntry
 from kvfs.index.apply import Applier
 from kvfs.index.index import FIRST_FRAME, JournalState
 from kvfs.index.wipe import wipe
 from kvfs.journal import VERSION as JOURNAL_VERSION
 from kvfs.journal import journal_path
-from kvfs.journal_scan import JournalTail, journal_files, journal_version, read_journal
 from kvfs.layout import Identity
 from kvfs.record import Shape
-from kvfs.salvage import Salvage, Survey
-from kvfs.scan import (
+from kvfs.scan.journals import JournalTail, journal_files, journal_version, read_journal
+from kvfs.scan.salvage import Salvage, Survey
+from kvfs.scan.segments import (
     id_of,
     names,
     segment_paths,

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from kvfs.backend import Backend, OpenFile, read_into
 from kvfs.errors import FormatError
 from kvfs.fetch import describe
-from kvfs.findings import Finding
 from kvfs.frames import RunEntry
 from kvfs.index.schema import Run, Segment
 from kvfs.namespace import Namespace
-from kvfs.readahead import RecordReader
 from kvfs.record import Landing, Shape, Trailer, check_payload, parse
-from kvfs.scan import Head, read_head, segment_version
+from kvfs.scan.findings import Finding
+from kvfs.scan.readahead import RecordReader
+from kvfs.scan.segments import Head, read_head, segment_version
 from kvfs.segment import VERSION, Geometry
 
 OnRead = Callable[[int], None]

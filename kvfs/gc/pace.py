@@ -7,8 +7,8 @@ import time
 
 from kvfs.backend import Backend
 from kvfs.errors import KvfsError
+from kvfs.gc.throttle import Bucket
 from kvfs.limits import Limits
-from kvfs.throttle import Bucket
 
 _REFRESH_SECONDS = 2.0
 

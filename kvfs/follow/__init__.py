@@ -1,0 +1,1 @@
+"""Other hosts' journals into this host's index: following, checkpoints, what may be removed."""

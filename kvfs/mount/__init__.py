@@ -1,0 +1,1 @@
+"""The mounted file system: FUSE requests into questions to `kvfs.vfs`, and a mount's life."""
