@@ -140,7 +140,8 @@ def _rings(backend: Backend, chunk: int, extent: int) -> Fact:
         backend.release()
     if extent % chunk:
         return Fact("rings", "fault", f"records cross chunks: {extent} is no multiple of {chunk}")
-    return Fact("rings", "ok", f"the client daemon answers; chunks of {output.size(chunk)}")
+    by = f" {library}" if (library := os.environ.get("KVFS_HF3FS_LIB")) else ""
+    return Fact("rings", "ok", f"the client daemon answers{by}; chunks of {output.size(chunk)}")
 
 
 def _direct(path: str) -> Fact:

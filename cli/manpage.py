@@ -41,6 +41,10 @@ ENVIRONMENT = {
         "The directory for the sockets of this host's processes. Default: $XDG_RUNTIME_DIR, else"
         " /run for root and /tmp for others."
     ),
+    "KVFS_HF3FS_LIB": (
+        "The path of 3FS's own client library, libhf3fs_api_shared.so, to make the rings of stores"
+        " on 3FS. Default: kvfs makes them."
+    ),
 }
 
 FILES = {

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -137,6 +139,24 @@ def _threefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
         return
     with cluster(tmp_path_factory.mktemp("3fs"), chunk=64 << 10) as (host,):
         yield host.point
+
+
+@pytest.fixture(scope="session")
+def hf3fs_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The path of 3FS's client library: KVFS_HF3FS_LIB, else one of the same calls made here."""
+    if given := os.environ.get("KVFS_HF3FS_LIB"):
+        yield given
+        return
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler for the stand-in of 3FS's client library")
+    # Beside the run's directory: whoever has loaded it has it open to the end.
+    beside = tmp_path_factory.getbasetemp().parent
+    with tempfile.TemporaryDirectory(prefix="hf3fs-", dir=beside) as directory:
+        made = os.path.join(directory, "libhf3fs_api_shared.so")
+        source = Path(__file__).parent / "fixtures" / "hf3fs_usrbio.c"
+        words = [compiler, "-O1", "-shared", "-fPIC", "-o", made, source, "-lpthread", "-lrt"]
+        subprocess.run(words, check=True)
+        yield made
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The backend for DeepSeek's 3FS: data by USRBIO, small files by system calls on its mount.
 
+The rings are our own, or those of 3FS's own library where KVFS_HF3FS_LIB names its file.
+
 What is made by `create` is written and read through rings only, journals too: a result means that
 every replica has it, and any host's ring reads it at once, whatever lengths say. So `sync` has
 nothing to do, and `close` settles the length for those who look at it. Small files are written by
@@ -29,6 +31,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvfs.backend import usrbio_layout as layout
 from kvfs.backend.base import Buffer, Memory, OpenFile
@@ -38,7 +41,11 @@ from kvfs.backend.usrbio_ring import DaemonDead, Io
 from kvfs.backend.usrbio_session import BOUNCE_BYTES, READ, WRITE, Session
 from kvfs.filesystems import mount_of
 
+if TYPE_CHECKING:
+    from kvfs.backend.usrbio_library import Library
+
 log = logging.getLogger(__name__)
+LIBRARY = "KVFS_HF3FS_LIB"
 IO_SECONDS = 75.0
 """Longer than the daemon itself tries: 60 s."""
 _PIECE_BYTES = 4 << 20
@@ -51,7 +58,8 @@ _LOAD_BYTES = 1 << 16
 class _Handle:
     """What I/O needs of an open file."""
 
-    inode: int
+    file: int
+    """What rings know it by: the inode number, or what the library has made of it."""
     chunk: int
     epoch: int
     """Of the daemon it was opened with."""
@@ -62,14 +70,17 @@ class ThreefsBackend:
     """See the module docstring."""
 
     def __init__(
-        self, root: str, *, seconds: float = IO_SECONDS, bounce_bytes: int = BOUNCE_BYTES
-    ) -> None:
-        """root: a directory on the mount; bounce_bytes: of shared memory, in /dev/shm. Makes no
-        I/O: that 3FS is away shows at the first use."""
+        self, root: str, *, seconds: float = IO_SECONDS, bounce_bytes: int = BOUNCE_BYTES,
+        library: str | None = None,
+    ) -> None:  # fmt: skip
+        """root: a directory on the mount; bounce_bytes: of shared memory, in /dev/shm; library: the
+        path of 3FS's own, "": our own rings, None: as KVFS_HF3FS_LIB says. Makes no I/O: that 3FS
+        is away shows at the first use. Raises ConfigError for a library that cannot be used."""
         self.root = os.path.abspath(root)
         self.seconds = seconds
         self._bounce_bytes = bounce_bytes
         self._posix = PosixBackend(root)
+        self._library = _load(os.environ.get(LIBRARY, "") if library is None else library)
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._failed_at = float("-inf")
@@ -118,7 +129,8 @@ class ThreefsBackend:
         mount, kind = mount_of(self.root)
         if kind != layout.FILE_SYSTEM:
             raise OSError(errno.ENODEV, f"{self.root} is on {kind}, not {layout.FILE_SYSTEM}")
-        session = Session(mount, max(self._bounce_bytes, 2 * (self.chunk_bytes() or 0)))
+        bounce = max(self._bounce_bytes, 2 * (self.chunk_bytes() or 0))
+        session = Session(mount, bounce, self._library)
         self._sessions.add(session)
         try:
             for memory in self._memories:
@@ -166,8 +178,13 @@ class ThreefsBackend:
         return self._opened(self._posix.open(path), epoch, made=False)
 
     def _opened(self, file: OpenFile, epoch: int, *, made: bool) -> OpenFile:
-        st = os.fstat(file.fd)
-        self._files[file.fd] = _Handle(st.st_ino, st.st_blksize, epoch, made)
+        try:
+            st = os.fstat(file.fd)
+            known = st.st_ino if self._library is None else self._library.register(file.fd)
+        except OSError:
+            self._posix.close(file)
+            raise
+        self._files[file.fd] = _Handle(known, st.st_blksize, epoch, made)
         return file
 
     def close(self, file: OpenFile) -> None:
@@ -177,6 +194,8 @@ class ThreefsBackend:
                 with contextlib.suppress(OSError):  # the bytes are safe; this is for lengths
                     os.fsync(file.fd)
         finally:
+            if self._library is not None:
+                self._library.deregister(file.fd)
             self._posix.close(file)
 
     def _using(self, file: OpenFile) -> tuple[Session, _Handle]:
@@ -196,7 +215,7 @@ class ThreefsBackend:
         places = session.places(views)
         with as_file_errors(file.path):
             if places is not None:
-                ios = split_at_chunks(places, handle.inode, offset, handle.chunk)
+                ios = split_at_chunks(places, handle.file, offset, handle.chunk)
                 got = self._direct(session, ios)
                 return self._told(file, offset, ios, got, views)
             return self._read_bounced(session, file, handle, views, offset)
@@ -217,7 +236,7 @@ class ThreefsBackend:
         size = self._share(session, sum(v.nbytes for v in views), offset, handle.chunk)
         with self._bounced(session, size) as lease:
             place = [(session.bounce.key, lease.offset, size)]
-            ios = split_at_chunks(place, handle.inode, offset, handle.chunk)
+            ios = split_at_chunks(place, handle.file, offset, handle.chunk)
             results = lease.run(ios, READ)
             memory = session.bounce.view[lease.offset : lease.offset + size]
             got = self._told(file, offset, ios, results, [memory])
@@ -262,7 +281,7 @@ class ThreefsBackend:
         with as_file_errors(file.path), self._bounced(session, size) as lease:
             gather(views, session.bounce.view[lease.offset : lease.offset + size])
             place = [(session.bounce.key, lease.offset, size)]
-            ios = split_at_chunks(place, handle.inode, offset, handle.chunk)
+            ios = split_at_chunks(place, handle.file, offset, handle.chunk)
             done = 0
             for io, result in zip(ios, lease.run(ios, WRITE), strict=True):
                 if result < 0 and not done:
@@ -352,6 +371,14 @@ class ThreefsBackend:
 
     def free_bytes(self) -> tuple[int, int]:
         return self._posix.free_bytes()
+
+
+def _load(path: str) -> Library | None:
+    if not path:
+        return None
+    from kvfs.backend.usrbio_library import load
+
+    return load(path)
 
 
 def _lend(session: Session, memory: Memory) -> None:

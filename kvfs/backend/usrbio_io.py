@@ -53,14 +53,14 @@ def as_file_errors(path: str) -> Iterator[None]:
 
 
 def split_at_chunks(
-    places: list[tuple[bytes, int, int]], inode: int, offset: int, chunk: int
+    places: list[tuple[bytes, int, int]], file: int, offset: int, chunk: int
 ) -> list[Io]:
     """One I/O for each stretch that lies in one chunk and one place."""
     ios = []
     for key, at, length in places:
         while length:
             n = min(length, chunk - offset % chunk)
-            ios.append(Io(key, at, inode, offset, n))
+            ios.append(Io(key, at, file, offset, n))
             at, offset, length = at + n, offset + n, length - n
     return ios
 

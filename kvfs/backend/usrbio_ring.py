@@ -1,17 +1,19 @@
 """One ring: a batch of I/Os goes in, their results come out, whatever the daemon does meanwhile.
 
-Every I/O has a serial number that is never used again. A completion is believed only if its slot
-is waiting for just that number; a slot is used again only after that. So what comes late belongs
-to nobody any more, and cannot be taken for another I/O's result.
+Every I/O has a serial number that is never used again. A completion is believed only if it is
+waited for under just that number; what holds its place in the ring is used again only after that.
+So what comes late belongs to nobody any more, and cannot be taken for another I/O's result.
 
-The caller sees to it that the memory of an I/O without a result stays its own until `late` is told
-of it. A Ring belongs to one thread at a time; it does not make or remove shared memory.
+Ring is a client of our own; kvfs.backend.usrbio_library has one by 3FS's own library. The caller
+sees to it that the memory of an I/O without a result stays its own until `late` is told of it. A
+ring belongs to one thread at a time; it does not make or remove shared memory.
 """
 
 from __future__ import annotations
 
 import errno
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +24,8 @@ from kvfs.backend.usrbio_layout import ARGS, COMPLETION, SUBMISSION, RingShape
 LOOK_SECONDS = 0.2
 """How long a wait goes on before it asks whether the daemon is alive."""
 
+Results = list[int | None]
+
 
 class Io(NamedTuple):
     """One read or write: a stretch of a file and one of registered memory, of the same length."""
@@ -30,7 +34,8 @@ class Io(NamedTuple):
     """The memory's id: 16 bytes."""
     at: int
     """Offset in the memory."""
-    inode: int
+    file: int
+    """The file's inode number; for the library the descriptor that it knows the file by."""
     offset: int
     """Offset in the file."""
     length: int
@@ -40,40 +45,41 @@ class DaemonDead(ConnectionError):
     """The daemon is gone, and every I/O under way with it."""
 
 
-class Ring:
-    """See the module docstring."""
+class BaseRing(ABC):
+    """What all rings do alike: see the module docstring."""
 
     def __init__(
-        self, memory: memoryview, address: int, submit: Semaphore, alive: Callable[[], bool],
-        limit: Callable[[bytes], int], late: Callable[[int], None] = lambda serial: None,
+        self, alive: Callable[[], bool], limit: Callable[[bytes], int],
+        late: Callable[[int], None] = lambda serial: None,
     ) -> None:  # fmt: skip
-        """memory, address: the ring, registered; limit: bytes of a registered memory by its id, 0
-        for one that is not; late: told the serial of an I/O that is done after its run ended."""
-        shape = RingShape.of_size(len(memory))
-        self._memory = memory
-        self._marks = memory[: layout.MARKS].cast("i")
-        self._n = shape.n
-        self._completions = shape.completions
-        self._submissions = shape.submissions
-        self._done = Semaphore(address + shape.semaphore)
-        self._submit = submit
+        """limit: bytes of a registered memory by its id, 0 for one that is not; late: told the
+        serial of an I/O that is done after its run ended."""
         self._alive = alive
         self._limit = limit
         self.late = late
-        self._fence = fence()
-        self._free = list(range(shape.n - 1))
-        self._owner = [-1] * shape.n
         self.serial = 0
         """Of the next I/O."""
         self.foreign = 0
         """Completions that nobody waited for."""
 
     @property
+    @abstractmethod
     def in_flight(self) -> int:
         """I/Os without a result, those of earlier runs included."""
-        return self._n - 1 - len(self._free)
 
-    def run(self, ios: Sequence[Io], seconds: float) -> tuple[int, list[int | None]]:
+    @abstractmethod
+    def _send(self, ios: Sequence[Io], first: int) -> int:
+        """Hands over as many as there is room for; returns how many. Takes serials for them."""
+
+    @abstractmethod
+    def _wait(self, seconds: float) -> bool:
+        """Waits until something may be done; False: nothing was for so long."""
+
+    @abstractmethod
+    def _reap(self, base: int, results: Results) -> int:
+        """Takes what is done, without waiting; returns how many of the run's that began at base."""
+
+    def run(self, ios: Sequence[Io], seconds: float) -> tuple[int, Results]:
         """Does the I/Os, in any order; returns the first one's serial and a result for each.
 
         A result is what the daemon said: bytes, or an errno below 0; None: not done after so many
@@ -82,10 +88,10 @@ class Ring:
         """
         self._check(ios)
         base, sent, left = self.serial, 0, len(ios)
-        results: list[int | None] = [None] * left
+        results: Results = [None] * left
         until = time.monotonic() + seconds
         while left:
-            if sent < len(ios) and self._free:
+            if sent < len(ios):
                 sent += self._send(ios, sent)
             done = self._reap(base, results)
             left -= done
@@ -94,7 +100,7 @@ class Ring:
             rest = until - time.monotonic()
             if rest <= 0:
                 break
-            if not self._done.wait(min(rest, LOOK_SECONDS)) and not self._alive():
+            if not self._wait(min(rest, LOOK_SECONDS)) and not self._alive():
                 self.reap()  # what it still finished
                 raise DaemonDead
         # Those never handed over have no serial, and will not happen.
@@ -111,10 +117,53 @@ class Ring:
             if at < 0 or length <= 0 or offset < 0 or at + length > size:
                 raise ValueError(f"{length} bytes at {at} of a memory of {size} bytes")
 
+    def _told(self, serial: int, result: int, base: int, results: Results) -> bool:
+        """Puts down the result of an I/O that was waited for; says whether it is this run's."""
+        if serial >= base:
+            results[serial - base] = result
+            return True
+        self.late(serial)
+        return False
+
+    def reap(self) -> None:
+        """Takes what came late, if anything did."""
+        self._reap(self.serial, [])
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back its memory. Nobody may use it any more."""
+
+
+class Ring(BaseRing):
+    """A ring in shared memory as kvfs.backend.usrbio_layout draws it."""
+
+    def __init__(
+        self, memory: memoryview, address: int, submit: Semaphore, alive: Callable[[], bool],
+        limit: Callable[[bytes], int], late: Callable[[int], None] = lambda serial: None,
+    ) -> None:  # fmt: skip
+        """memory, address: the ring, registered. The others are as for BaseRing."""
+        super().__init__(alive, limit, late)
+        shape = RingShape.of_size(len(memory))
+        self._memory = memory
+        self._marks = memory[: layout.MARKS].cast("i")
+        self._n = shape.n
+        self._completions = shape.completions
+        self._submissions = shape.submissions
+        self._done = Semaphore(address + shape.semaphore)
+        self._submit = submit
+        self._fence = fence()
+        self._free = list(range(shape.n - 1))
+        self._owner = [-1] * shape.n
+
+    @property
+    def in_flight(self) -> int:
+        return self._n - 1 - len(self._free)
+
     def _send(self, ios: Sequence[Io], first: int) -> int:
-        """Hands over as many as there are slots for; returns how many."""
         memory, free, owner, n = self._memory, self._free, self._owner, self._n
         count = min(len(free), len(ios) - first)
+        if not count:
+            return 0
         head, serial = self._marks[layout.SUBMITTED], self.serial
         for io in ios[first : first + count]:
             slot = free.pop()
@@ -130,8 +179,10 @@ class Ring:
         self._submit.post()
         return count
 
-    def _reap(self, base: int, results: list[int | None]) -> int:
-        """Takes what is done; returns how many of this run's."""
+    def _wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+    def _reap(self, base: int, results: Results) -> int:
         memory, n, owner, mine = self._memory, self._n, self._owner, 0
         tail, head = self._marks[layout.REAPED], self._marks[layout.COMPLETED] % n
         if self._fence is not None:
@@ -145,14 +196,10 @@ class Ring:
                 continue
             owner[slot] = -1
             self._free.append(slot)
-            if serial >= base:
-                results[serial - base] = result
-                mine += 1
-            else:
-                self.late(serial)
+            mine += self._told(serial, result, base, results)
         self._marks[layout.REAPED] = tail
         return mine
 
-    def reap(self) -> None:
-        """Takes what came late, if anything did."""
-        self._reap(self.serial, [])
+    def close(self) -> None:
+        self._marks.release()
+        self._memory.release()

@@ -23,14 +23,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs.arena import Arena, Ranges
 from kvfs.backend import usrbio_layout as layout
 from kvfs.backend.base import Memory
 from kvfs.backend.semaphores import Semaphore
 from kvfs.backend.usrbio_layout import RingShape, ring_name
-from kvfs.backend.usrbio_ring import DaemonDead, Io, Ring
+from kvfs.backend.usrbio_ring import BaseRing, DaemonDead, Io, Ring
+
+if TYPE_CHECKING:
+    from kvfs.backend.usrbio_library import Iov, Library, LibraryRing
 
 PROBE_SECONDS = 0.5
 CALL_SECONDS = 5.0
@@ -64,10 +67,13 @@ def address_of(view: memoryview) -> int:
 class Session:
     """See the module docstring. Raises OSError if there is no daemon, or it does not answer."""
 
-    def __init__(self, mount: str, bounce_bytes: int = BOUNCE_BYTES) -> None:
+    def __init__(
+        self, mount: str, bounce_bytes: int = BOUNCE_BYTES, library: Library | None = None
+    ) -> None:
         """mount: of the file system; bounce_bytes: of memory for I/O to where it cannot go
-        directly."""
+        directly; library: 3FS's own, to make the rings, None: we do."""
         self.mount = mount
+        self.library = library
         self.pid = os.getpid()
         self.dead = False
         """The daemon does not exist any more: proven, not guessed from its silence."""
@@ -77,7 +83,8 @@ class Session:
         self._lent: tuple[tuple[int, int, bytes], ...] = ()
         self._links: list[str] = []
         self._arenas: list[Arena] = []
-        self._idle: dict[Kind, deque[Ring]] = {kind: deque() for kind in (DIRECT, READ, WRITE)}
+        self._iovs: dict[bytes, Iov] = {}
+        self._idle: dict[Kind, deque[BaseRing]] = {kind: deque() for kind in (DIRECT, READ, WRITE)}
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._handle = -1
@@ -149,11 +156,20 @@ class Session:
         for link in self._links:
             with contextlib.suppress(OSError):
                 os.unlink(link, dir_fd=self._handle)
+        self._closed.set()
+        self._close_idle()
         for arena in self._arenas:
             arena.close()
         if self._handle >= 0:
             os.close(self._handle)
-        self._closed.set()
+            self._handle = -1
+
+    def _close_idle(self) -> None:
+        """Unmaps rings; one that is in use when the session ends goes when it comes back."""
+        for idle in self._idle.values():
+            while idle:
+                with contextlib.suppress(IndexError):
+                    idle.popleft().close()
 
     def alive(self) -> bool:
         """Whether the daemon lived half a second ago."""
@@ -179,14 +195,20 @@ class Session:
             self._link(arena, str(key))
         finally:
             arena.unname()
-        self._sizes[key.bytes] = arena.size
+        self._know(key.bytes, arena)
         return arena, key.bytes
+
+    def _know(self, key: bytes, memory: Memory) -> None:
+        if self.library is not None:
+            at = address_of(memory.view)
+            self._iovs[key] = self.library.wrap(at, key, self.mount, memory.size)
+        self._sizes[key] = memory.size
 
     def lend(self, memory: Memory) -> None:
         """Makes named memory one that I/O may go to. It keeps its name."""
         key = uuid.uuid4()
         self._call(lambda: self._link(memory, str(key)))
-        self._sizes[key.bytes] = memory.size
+        self._know(key.bytes, memory)
         start = address_of(memory.view)
         self._lent = (*self._lent, (start, start + memory.size, key.bytes))
 
@@ -205,7 +227,23 @@ class Session:
                 return None
         return out
 
-    def _make_ring(self, kind: Kind) -> Ring:
+    def _make_ring(self, kind: Kind) -> BaseRing:
+        ring = self._own_ring(kind) if self.library is None else self._library_ring(kind)
+        ring.late = lambda serial: self.bounce.late(ring, serial)
+        return ring
+
+    def _library_ring(self, kind: Kind) -> LibraryRing:
+        from kvfs.backend.usrbio_library import LibraryRing
+
+        assert self.library is not None
+        ring = LibraryRing(
+            self.library, self.mount, self._iovs.__getitem__, self.alive,
+            lambda key: self._sizes.get(key, 0), **kind._asdict(),
+        )  # fmt: skip
+        self._links.append(ring.link)
+        return ring
+
+    def _own_ring(self, kind: Kind) -> Ring:
         name = ring_name(uuid.uuid4(), read=kind.read, depth=kind.depth, flags=kind.flags)
         size = RingShape.size_for(kind.entries)
         arena = Arena.create(size, directory=layout.SHM, tag="ring")
@@ -215,15 +253,13 @@ class Session:
         finally:
             arena.unname()
         assert self._submit is not None
-        ring = Ring(
+        return Ring(
             arena.view[:], address_of(arena.view), self._submit, self.alive,
             lambda key: self._sizes.get(key, 0),
         )  # fmt: skip
-        ring.late = lambda serial: self.bounce.late(ring, serial)
-        return ring
 
     @contextmanager
-    def ring(self, kind: Kind) -> Iterator[Ring]:
+    def ring(self, kind: Kind) -> Iterator[BaseRing]:
         """A ring for one thread, within the block."""
         with self._lock:
             self._users += 1
@@ -237,6 +273,8 @@ class Session:
             if ring.in_flight > kind.entries // 2:
                 self.worn = True  # half of it waits for what does not come
         finally:
+            if self._closed.is_set():
+                self._close_idle()
             with self._lock:
                 self._users -= 1
                 if self._retired and not self._users:
@@ -306,14 +344,14 @@ class Bounce:
             self._ranges.give(offset)
             self._room.notify_all()
 
-    def keep(self, offset: int, ring: Ring, serials: list[int]) -> None:
+    def keep(self, offset: int, ring: BaseRing, serials: list[int]) -> None:
         """Instead of `give`: these I/Os may still use the range."""
         with self._room:
             self._held[offset] = len(serials)
             self._late.update({(id(ring), serial): offset for serial in serials})
             self.kept += 1
 
-    def late(self, ring: Ring, serial: int) -> None:
+    def late(self, ring: BaseRing, serial: int) -> None:
         """One of them is done."""
         with self._room:
             offset = self._late.pop((id(ring), serial), -1)

@@ -1,4 +1,5 @@
-"""What every backend promises, shown of each: a directory, and 3FS through a stand-in's rings."""
+"""What every backend promises, shown of each: a directory, and 3FS through a stand-in's rings, our
+own and those of its client library."""
 
 from __future__ import annotations
 
@@ -33,23 +34,29 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host | None]:
 TRUE = os.environ.get("KVFS_HF3FS_DIR", "")
 
 
-@pytest.fixture(params=["posix", "3fs", "faulty", *(["true 3fs"] if TRUE else [])])
+_KINDS = ["posix", "3fs", "3fs library", "faulty"]
+
+
+@pytest.fixture(params=[*_KINDS, *(["true 3fs", "true 3fs library"] if TRUE else [])])
 def backend(request: pytest.FixtureRequest, tmp_path: Path, host: Host | None) -> Iterator[Backend]:
     made: Backend
-    if request.param == "true 3fs":
+    library = ""
+    if request.param.endswith("library"):
+        library = request.getfixturevalue("hf3fs_library")
+    if request.param.startswith("true 3fs"):
         root = Path(TRUE) / f"kvfs-contract-{os.getpid()}-{tmp_path.name}"
         root.mkdir()
-        made = ThreefsBackend(str(root))
+        made = ThreefsBackend(str(root), library=library)
         yield made
         made.release()
         shutil.rmtree(root)
         return
-    if request.param == "3fs":
+    if request.param.startswith("3fs"):
         if host is None:
             pytest.skip(may_serve())
         root = host.point / tmp_path.name
         root.mkdir()
-        made = ThreefsBackend(str(root), bounce_bytes=1 << 20)
+        made = ThreefsBackend(str(root), bounce_bytes=1 << 20, library=library)
     else:
         made = PosixBackend(str(tmp_path / "root"))
         (tmp_path / "root").mkdir()

@@ -108,7 +108,7 @@ def measure(host: Host, size: int) -> dict[str, float]:
         session = backend.session()
         _, handle = backend._using(file)
         places = session.places([arena.view[i * size : (i + 1) * size] for i in range(BATCH)])
-        ios = [Io(key, at, handle.inode, i * (1 << 20), n) for i, (key, at, n) in enumerate(places)]
+        ios = [Io(key, at, handle.file, i * (1 << 20), n) for i, (key, at, n) in enumerate(places)]
         views = [arena.view[i * size : (i + 1) * size] for i in range(BATCH)]
 
         def plain() -> None:
