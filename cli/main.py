@@ -48,10 +48,10 @@ MAP: dict[str, dict[str, str]] = {
         "ls": "List the tree of a store, without mounting it",
         "show": "Show all there is to know about a block, and verify it",
         "stats": "Show figures of a store and of this host's index",
-        "status": "Show how far this host is behind each writer",
+        "status": "Show how far this host is behind each writer, and who keeps house",
     },
     "Keep in order": {
-        "serve": "Follow the other writers of a store, until it is told to end",
+        "serve": "Follow the other writers of a store and keep house, until it is told to end",
         "drain": "Move this host's slots to other hosts, before it leaves",
         "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
         "gc": "Give back the room of what has expired or was evicted",

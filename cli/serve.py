@@ -25,6 +25,11 @@ MANUAL = {
     has in memory, takes what they move here (kvctl-drain(1)), and publishes what is here, so that
     checks of all hosts name it. It needs the packages of kvfs[serve].
 
+    It also keeps house: every --gc-interval seconds one of the hosts that serve a store makes the
+    pass that kvctl-gc(1) describes, at the rates of kvctl-limits(1). Who passed last goes on;
+    another host takes over when it is silent. kvctl status says who it is and what came of it.
+    With --no-gc on all hosts nothing is given back unless kvctl gc is run, by a timer perhaps.
+
     It tells systemd when it is ready, and ends with SIGTERM.
     """,
     "Secret": """
@@ -41,6 +46,7 @@ MANUAL = {
 
     turns -- looks at journals
     entries -- journal entries applied
+    passes -- of housekeeping that were made here; 0 with --no-gc
     requests -- object: answers to other hosts by method and status; empty without --listen
     """,
 }
@@ -48,12 +54,16 @@ MANUAL = {
 
 @common.command("""
     kvctl serve --store /mnt/3fs/kvfs
-    kvctl serve --interval 1
+    kvctl serve --interval 1 --no-gc
     kvctl serve --listen 10.0.0.7:7420 --secret-file /etc/kvfs/secret
 """)
 @common.options
 @click.option("--interval", type=click.FloatRange(0.01, 60), default=0.2, show_default=True,
               help="Seconds between looks at a writer that has news.")  # fmt: skip
+@click.option("--gc/--no-gc", default=True, show_default=True, envvar="KVFS_GC", show_envvar=True,
+              help="Keep house in the store, in turns with the other hosts.")  # fmt: skip
+@click.option("--gc-interval", type=click.FloatRange(0.1, 86_400), default=60.0, show_default=True,
+              help="Seconds between two passes of housekeeping.")  # fmt: skip
 @click.option("--listen", metavar="IP:PORT", help="Answer other hosts for slots, at this address.")
 @click.option("--any-interface", is_flag=True,
               help="Let --listen be 0.0.0.0 or [::]: every interface of this host.")  # fmt: skip
@@ -66,11 +76,12 @@ MANUAL = {
 @secret_option
 @slots_directory_option
 def command(
-    settings: Settings, interval: float, listen: str | None, any_interface: bool,
-    advertise: str | None, requests: int, secret_file: str | None, slots: str,
+    settings: Settings, interval: float, gc: bool, gc_interval: float, listen: str | None,
+    any_interface: bool, advertise: str | None, requests: int, secret_file: str | None, slots: str,
 ) -> None:  # fmt: skip
-    """Follow the other writers of a store, until it is told to end."""
+    """Follow the other writers of a store and keep house, until it is told to end."""
     from kvfs.errors import InputError
+    from kvfs.gc.housekeeping import Housekeeper
     from kvfs.serve import Service
 
     if listen is None and (any_interface or advertise):
@@ -83,13 +94,18 @@ def command(
                 "turns": requests,
             }  # fmt: skip
             peers = _peers(settings, store, listen, secret_file, options)
-        service = Service(store, interval=interval, beside=peers)
+        keeper = Housekeeper(store, gc_interval) if gc else None
+        beside = [work for work in (peers, keeper) if work is not None]
+        service = Service(store, interval=interval, beside=beside)
         service.run()
         if settings.as_json:
             following = service.following
             counters = {} if peers is None else peers.app.counters
             output.json_line(
-                {"turns": following.turns, "entries": following.entries, "requests": counters}
+                {
+                    "turns": following.turns, "entries": following.entries,
+                    "passes": 0 if keeper is None else keeper.passes, "requests": counters,
+                }
             )
 
 

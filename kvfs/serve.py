@@ -1,20 +1,24 @@
 """What runs on every host that uses a store: `kvctl serve`, or a few lines in another process.
 
 Follows the other writers' journals, so that what they stored is a hit here, and whatever else is
-given to run beside it (kvfs.peers: this host's slots for the others). Threads do the work;
-`Service.run` waits for the signal to end. Nothing here answers checks: a router does that in its
-own process, on the same index.
+given to run beside it: a housekeeper (kvfs.gc.housekeeping), this host's slots for the others
+(kvfs.peers). Threads do the work; `Service.run` waits for the signal to end. Nothing here answers
+checks: a router does that in its own process, on the same index.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from kvfs.errors import BackendError
 from kvfs.follow.following import INTERVAL_SECONDS, Following
 from kvfs.follow.lag import lags
+from kvfs.gc.lease import holder
+from kvfs.gc.passes import Passed
 from kvfs.store import Store
 from kvfs.systemd import notify
 
@@ -24,29 +28,25 @@ class Service:
 
     def __init__(
         self, store: Store, *, interval: float = INTERVAL_SECONDS,
-        beside: AbstractContextManager[object] | None = None,
+        beside: Sequence[AbstractContextManager[object]] = (),
     ) -> None:  # fmt: skip
         """interval: seconds between looks at a writer that has news; beside: entered and left with
         the service."""
         self.store = store
-        self._beside = beside or nullcontext()
+        self._beside = beside
+        self._entered = ExitStack()
         self.following = Following(store, interval)
         self._ended = threading.Event()
 
     def __enter__(self) -> Service:
-        self.following.start()
-        try:
-            self._beside.__enter__()
-        except BaseException:
-            self.following.stop()
-            raise
+        with ExitStack() as entered:
+            for work in (self.following, *self._beside):
+                entered.enter_context(work)
+            self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        try:
-            self._beside.__exit__(None, None, None)
-        finally:
-            self.following.stop()
+        self._entered.close()
 
     def end(self) -> None:
         """Lets `run` return."""
@@ -63,7 +63,7 @@ class Service:
 
 
 def status(store: Store) -> dict[str, Any]:
-    """Where this host is: the index, and how far it is behind each writer.
+    """Where this host is: the index, and how far it is behind each writer; and who keeps house.
 
     Raises BackendError, IndexFault.
     """
@@ -78,4 +78,21 @@ def status(store: Store) -> dict[str, Any]:
         "behind_records": sum(lag.records for lag in followed),
         "behind_seconds": max((lag.seconds for lag in followed), default=0.0),
         "problems": [f"{lag.writer}: {lag.problem}" for lag in followed if lag.problem],
+        "housekeeping": housekeeping(store),
     }  # fmt: skip
+
+
+def housekeeping(store: Store) -> dict[str, Any]:
+    """Who collects now, if anybody does, and the last pass that is on record, of any host.
+
+    Raises BackendError.
+    """
+    try:
+        working, passed = holder(store.backend), Passed.load(store.backend)
+    except OSError as e:
+        raise BackendError(f"{store.path}: {e.strerror or e}") from e
+    now = None if working is None else {"host": working.host, "pid": working.pid}
+    if passed is None:
+        return {"working": now, "passed": None}
+    age = max(0.0, (store.now_ms() - passed.ended_ms) / 1000)
+    return {"working": now, "passed": {**passed.to_json(), "age_seconds": age}}

@@ -23,6 +23,7 @@ Blocking; one Cleaner belongs to one thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -47,6 +48,8 @@ from kvfs.writer import Writer
 
 BATCH_BYTES = 1 << 30
 BATCH_SEGMENTS = 64
+STEP_SECONDS = 1.0
+"""So often the lease is looked at, and prolonged, while a batch is copied at a slow rate."""
 
 
 @dataclass(slots=True)
@@ -125,7 +128,8 @@ class Cleaner:
         step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """writer: one that nobody else puts through; bucket: of bytes read and written; step:
-        called before anything is changed, raises if the lease is lost."""
+        called before anything is changed and every second of copying, raises if the lease is lost
+        or the work is to end."""
         self.store = store
         self.writer = writer
         self.expiry = expiry
@@ -134,6 +138,7 @@ class Cleaner:
         self._namespaces = {ns.number: ns for ns in store.namespaces()}
         self._seconds = store.catalog.seconds_by_number()
         self._names = store.index.class_names()
+        self._stepped = 0.0
         # Of the batch at hand:
         self._copies: list[_Copy] = []
         self._written: list[Written] = []
@@ -145,7 +150,7 @@ class Cleaner:
         where the storage refuses. Raises BusyError if the lease is lost, IndexFault."""
         result = Cleaned()
         for batch in _batches(victims):
-            self.step()
+            self._step()
             refused = self._copy_all(batch, result)
             try:
                 self._publish(batch, result)
@@ -155,6 +160,10 @@ class Cleaner:
                 result.problems.append(refused)
                 break
         return result
+
+    def _step(self) -> None:
+        self.step()
+        self._stepped = time.monotonic()
 
     # copying
 
@@ -169,6 +178,8 @@ class Cleaner:
         cap_ms = int(self.store.config.renew_cap_seconds * 1000)
         try:
             for chain in chains(live, lambda c: self._seconds.get(c, 0) * 1000, cap_ms):
+                if time.monotonic() - self._stepped >= STEP_SECONDS:
+                    self._step()
                 self._copy(chain, result)
         except KvfsError as e:
             return str(e)

@@ -2,7 +2,8 @@
 
 A pass, under the lease (one collector at a time):
 
-1. files of segments that were dropped longer than the grace ago are removed
+1. files of segments that were dropped longer than the grace ago are removed; a day's directory in
+   which nothing else lies goes as a whole (kvfs.gc.directories)
 2. mark: segments that may go (kvfs.gc.expiry)
 3. sweep: each is looked at again in the very transaction that drops it, so that what a put renewed
    in between stays; the DROP entry tells the other hosts. Its file goes in a later pass: a fetch
@@ -12,6 +13,7 @@ A pass, under the lease (one collector at a time):
 5. segments that no journal tells of go when their own time to live, and a day, is over
 6. empty directories of past days go, and index rows of files that are gone
 7. a checkpoint is written if there is much to read without one, and journals go that nobody needs
+8. what came of it is put on record (kvfs.gc.passes)
 
 Copies and removals keep to the rates in the store's limits, which are read again and again
 meanwhile. A crash after any step leaves what the next pass finds and finishes. Nothing is concluded
@@ -23,18 +25,21 @@ Blocking; one Collector belongs to one thread.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfs.config import check_alive
-from kvfs.errors import EXIT_OK, BackendError, ConfigError, FormatError, SpaceError
+from kvfs.errors import EXIT_OK, BackendError, ConfigError, FormatError, KvfsError, SpaceError
 from kvfs.frames import DropEntry, Entry
+from kvfs.gc.directories import is_past, whole
 from kvfs.gc.expiry import DAY_MS, Doomed, Expiry, Marked
 from kvfs.gc.folding import Folded, fold
 from kvfs.gc.lease import SECONDS, Lease
 from kvfs.gc.pace import Pace
+from kvfs.gc.passes import note
 from kvfs.gc.reclaim import Reclaim, Reclaimed
 from kvfs.index.apply import Applier
 from kvfs.index.schema import DROPPED, GONE, Segment
@@ -126,12 +131,13 @@ class Collector:
         max_share: float = MAX_SHARE, min_segments: int = MIN_SEGMENTS,
         on_phase: OnPhase = lambda phase: None, sleep: Callable[[float], None] = time.sleep,
         copy_rate: float | None = None, remove_rate: float | None = None,
-        copier: Writer | None = None,
+        copier: Writer | None = None, stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """dry_run: changes nothing; force: overrides the guards; max_share, min_segments: a pass
         that would drop more than this share is refused, in a store of more segments than that;
         copy_rate, remove_rate: bytes and files a second, in place of those in the store's limits;
-        copier: a writer for copies alone, default: one for the time of a pass.
+        copier: a writer for copies alone, default: one for the time of a pass; stop: asked again
+        and again, true ends the pass early (Ended), with everything done that was begun.
         """
         self.store = store
         self.backend = store.backend
@@ -143,7 +149,7 @@ class Collector:
         self.sleep = sleep
         self._lease: Lease | None = None
         self._result = GcResult(dry_run)
-        self._pace = Pace(self.backend, copy_rate, remove_rate)
+        self._pace = Pace(self.backend, copy_rate, remove_rate, stop)
         self._copier = copier
 
     def _writer(self) -> Writer:
@@ -156,22 +162,32 @@ class Collector:
     def run(self, *, wait: bool = False) -> GcResult:
         """One pass. wait: stays for the grace and removes the files of what it dropped as well.
 
-        Raises BusyError if another collector runs, NoStoreError, BackendError, SpaceError,
-        IndexFault.
+        Raises BusyError if another collector runs (Ended, which is one, if it was told to end),
+        NoStoreError, BackendError, SpaceError, IndexFault.
         """
         self._result = GcResult(self.dry_run)
+        began_ms = self.store.now_ms()
         check_alive(self.backend, self.store.uuid)
         if self.dry_run:
             self._pass()
             return self._result
         with Lease.acquire(self.backend, self.store.now_ms) as self._lease:
-            self._pass()
-            if wait and self._result.in_grace:
-                grace = self.store.config.grace_seconds
-                self._lease.prolong(grace + SECONDS)
-                self.sleep(grace)
-                self._remove_dropped()
+            try:
+                self._pass()
+                if wait and self._result.in_grace:
+                    grace = self.store.config.grace_seconds
+                    self._lease.prolong(grace + SECONDS)
+                    self.sleep(grace)
+                    self._remove_dropped()
+            finally:
+                self._note(began_ms)
         return self._result
+
+    def _note(self, began_ms: int) -> None:
+        """Puts what was done on record, unless another one works by now."""
+        with contextlib.suppress(KvfsError):
+            self._still_ours()
+            note(self.backend, self._result, began_ms, self.store.now_ms())
 
     def _pass(self) -> None:
         result = self._result
@@ -194,6 +210,7 @@ class Collector:
             if given is None and self._copier is not None:
                 self._copier.close()
                 self._copier = None
+        self._pace.go_on()
         # A journal that this code cannot read may tell of them.
         self._orphans(expiry.now_ms, complete=not followed.problems)
         if not self.dry_run:
@@ -229,11 +246,16 @@ class Collector:
         )
 
     def _step(self) -> None:
-        """Before anything is changed: the store is still there and the lease still ours."""
+        """Before anything is changed: nobody wants it to end, the store is still there and the
+        lease still ours."""
+        self._pace.go_on()
+        self._still_ours()
+        self._pace.refresh()
+
+    def _still_ours(self) -> None:
         check_alive(self.backend, self.store.uuid)
         if self._lease is not None:
             self._lease.check()
-        self._pace.refresh()
 
     # dropped segments: their files
 
@@ -242,12 +264,43 @@ class Collector:
         dropped = [s for s in self.store.index.segments() if s.state == DROPPED]
         due = [s for s in dropped if s.dropped_ms + grace_ms <= self.store.now_ms()]
         self._result.in_grace = len(dropped) - len(due)
+        due = self._remove_whole(due)
         for at in range(0, len(due), _BATCH):
             self._step()
             batch = due[at : at + _BATCH]
             gone = [s for s in batch if self._remove(s.path, "dropped")]
             if not self.dry_run:
                 self.store.index.write(lambda a, gone=gone: _note_gone(a, gone))  # type: ignore[misc]
+
+    def _remove_whole(self, due: list[Segment]) -> list[Segment]:
+        """Directories of past days in which nothing else lies go by one call each; returns the
+        segments that are left to remove one by one."""
+        if self.dry_run:
+            return due
+        left = {s.number: s for s in due}
+        for directory, segments in whole(self.backend, due, self.store.now_ms()).items():
+            self._step()
+            sizes = [self._size(s.path) for s in segments]
+            try:
+                for s in segments:
+                    self.store.reader().forget(s.path)
+                self.backend.remove_tree(directory, self._pace.removals.take)
+            except OSError as e:
+                self._result.problems.append(f"{directory}: {e.strerror or e}")
+                continue
+            for s, size in zip(segments, sizes, strict=True):
+                self._result.removed.append(Removed(s.path, size, "dropped"))
+                del left[s.number]
+            for at in range(0, len(segments), _BATCH):
+                gone = segments[at : at + _BATCH]
+                self.store.index.write(lambda a, gone=gone: _note_gone(a, gone))  # type: ignore[misc]
+        return list(left.values())
+
+    def _size(self, path: str) -> int:
+        try:
+            return self.backend.size(path)
+        except OSError:
+            return 0
 
     def _remove(self, path: str, reason: str) -> bool:
         """Removes a file; one that is gone already is fine. Says whether it is gone now."""
@@ -329,7 +382,7 @@ class Collector:
     def _unfinished(self, path: str, now_ms: int) -> bool:
         """A file whose writer died before its header was written, some days ago."""
         try:
-            return self.backend.size(path) < PAGE and _is_past(path.split("/")[2], now_ms)
+            return self.backend.size(path) < PAGE and is_past(path.split("/")[2], now_ms)
         except OSError:
             return False
 
@@ -339,7 +392,7 @@ class Collector:
         """Only of days that are over: a writer must not lose the one it just made."""
         for ttl_class in names(self.backend, "seg"):
             for day in names(self.backend, f"seg/{ttl_class}"):
-                if not _is_past(day, now_ms):
+                if not is_past(day, now_ms):
                     continue
                 at = f"seg/{ttl_class}/{day}"
                 try:
@@ -375,9 +428,3 @@ def _note_gone(applier: Applier, gone: list[Segment]) -> None:
 
 def _any_cuts(applier: Applier) -> bool:
     return applier.meta_int("cuts") > 0
-
-
-def _is_past(day: str, now_ms: int) -> bool:
-    """A directory's yyyymmdd is before yesterday (UTC)."""
-    yesterday = time.strftime("%Y%m%d", time.gmtime((now_ms - DAY_MS) / 1000))
-    return len(day) == 8 and day.isdecimal() and day < yesterday

@@ -98,9 +98,9 @@ class Lease:
         """Takes the lease for some seconds. Raises BusyError naming the holder, BackendError."""
         try:
             for _ in range(_TRIES):
-                holder = Holder.me(now_ms() + int(seconds * 1000))
-                if backend.put_new(PATH, holder.encode()):
-                    lease = cls(backend, holder, now_ms, seconds)
+                me = Holder.me(now_ms() + int(seconds * 1000))
+                if backend.put_new(PATH, me.encode()):
+                    lease = cls(backend, me, now_ms, seconds)
                     lease.check()
                     return lease
                 _remove_if_over(backend, now_ms())
@@ -111,7 +111,7 @@ class Lease:
     def check(self) -> None:
         """Raises BusyError if the lease is another's by now; prolongs it when half is over."""
         try:
-            found = _load(self._backend)
+            found = holder(self._backend)
             if found is None or found.token != self._holder.token:
                 raise BusyError(f"the lease {PATH} was taken over{_by(found)}")
         except OSError as e:
@@ -131,7 +131,7 @@ class Lease:
     def release(self) -> None:
         """Gives the lease back, if it is still ours. Raises nothing: it ends by itself."""
         try:
-            found = _load(self._backend)
+            found = holder(self._backend)
             if found is not None and found.token == self._holder.token:
                 self._backend.unlink(PATH)
         except OSError:
@@ -144,7 +144,8 @@ class Lease:
         self.release()
 
 
-def _load(backend: Backend) -> Holder | None:
+def holder(backend: Backend) -> Holder | None:
+    """Who holds the lease as far as its file says, None if nobody does. Raises OSError."""
     try:
         return Holder.decode(backend.load(PATH, _LIMIT))
     except FileNotFoundError:
@@ -153,7 +154,7 @@ def _load(backend: Backend) -> Holder | None:
 
 def _remove_if_over(backend: Backend, now_ms: int) -> None:
     """Removes a lease whose holder is dead or late. Raises BusyError if it counts."""
-    found = _load(backend)
+    found = holder(backend)
     if found is None or found.expires_ms <= now_ms or found.dead():
         backend.unlink(PATH)
         return

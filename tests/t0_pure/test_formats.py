@@ -23,7 +23,7 @@ from kvfs.chain import PrefixHasher
 from kvfs.config import MARKER, StoreConfig
 from kvfs.errors import FormatError
 from kvfs.follow import checkpoint
-from kvfs.gc import lease
+from kvfs.gc import lease, passes
 from kvfs.geometry import Geometry
 from kvfs.index import schema
 from kvfs.record import RunBlocks, Shape
@@ -189,6 +189,7 @@ def test_directory_layout() -> None:
         journal.journal_path(writer, 7).replace("000007", number),
         f"{checkpoint.DIRECTORY}/<milliseconds>-{writer}.ckpt",
         lease.PATH,
+        passes.PATH,
         limits.PATH,
     ]
 
