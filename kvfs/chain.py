@@ -16,7 +16,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import xxhash
 
@@ -251,6 +251,8 @@ class PrefixHasher:
         "n_blocks", "n_tokens", "root", "state",
     )  # fmt: skip
 
+    keyed: ClassVar[bool] = False
+    first_block: ClassVar[int] = 0
     n_tokens: int
     n_blocks: int
     """Whole blocks; a remainder is not addressable."""

@@ -149,7 +149,7 @@ def _elsewhere(
     """Other namespaces that hold more of the same tokens, those with most first."""
     found = []
     for other in store.namespaces()[:_OTHER_NAMESPACES]:
-        if other.nsid != ns.nsid:
+        if other.nsid != ns.nsid and not other.keyed:
             theirs = store.index.check(other.number, other.hasher(hasher.buffer), store.now_ms())
             stored = theirs.blocks * other.block_tokens
             if stored > plan.stored_tokens:

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvfs.backend import Backend, ReadCut, read_into
 from kvfs.backend.files import FileCache
-from kvfs.chain import PrefixHasher
 from kvfs.errors import InputError
+from kvfs.keys import Chain
 from kvfs.namespace import Namespace
 from kvfs.plan import Extent, Plan
 from kvfs.record import Landing, RunBlocks, matches, sound
@@ -71,7 +71,7 @@ class Reader:
         self._files = FileCache(backend)
 
     def fetch(
-        self, ns: Namespace, plan: Plan, hasher: PrefixHasher, into: Any = None,
+        self, ns: Namespace, plan: Plan, hasher: Chain, into: Any = None,
         *, blocks: int | None = None, payload_checksum: bool = True,
     ) -> FetchResult:  # fmt: skip
         """Reads the first `blocks` blocks of a plan (default: what may be hit) and verifies them.
@@ -156,7 +156,7 @@ def _buffers(at: Landing, rests: memoryview, first: int, count: int) -> list[mem
     return out
 
 
-def _mismatch(at: Landing, hasher: PrefixHasher, n: int) -> _Miss | None:
+def _mismatch(at: Landing, hasher: Chain, n: int) -> _Miss | None:
     """The first of n records that is not the one asked for.
 
     Many at once, and only here: a look at each piece as it comes costs a fifth of a warm read.

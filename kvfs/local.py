@@ -13,8 +13,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Self
 
 from kvfs import chain, forking
 from kvfs.catalog import Catalog
@@ -25,6 +25,9 @@ from kvfs.index.place import default_root, recall, require_local
 from kvfs.namespace import Namespace
 from kvfs.plan import Extent, Plan, SlotHint, slot_anchors
 from kvfs.store_path import path_of
+
+if TYPE_CHECKING:
+    from kvfs.keys import Key
 
 _FLUSH_SECONDS = 10.0
 
@@ -121,7 +124,8 @@ class LocalStore:
         """The longest stored prefix of a prompt. Local index only; raises for bad input alone.
 
         tokens: as for kvfs.chain.as_u32, or a PrefixHasher of the namespace, which is the faster
-        way for a request that grows.
+        way for a request that grows, or a KeyChain where the engine keys the blocks: blocks of the
+        plan are then counted among the keys.
         """
         hasher = ns.as_hasher(tokens, lazy=True)
         found = self.index.check(ns.number, hasher, self.now_ms())
@@ -130,7 +134,7 @@ class LocalStore:
             reason = f"{reason} at block {found.blocks}"
         self._count(f"check.{found.reason.replace(' ', '_')}")
         stored = found.blocks * ns.block_tokens
-        hit = min(stored, ns.identity.hit_cap(hasher.n_tokens))
+        hit = stored if ns.keyed else min(stored, ns.identity.hit_cap(hasher.n_tokens))
         hints: tuple[SlotHint, ...] = ()
         if hit and ns.identity.state is not None:
             hints = self._slot_hints(ns, found, hit, stored)
@@ -138,6 +142,22 @@ class LocalStore:
             ns.name, ns.nsid, hasher.n_tokens, ns.block_tokens, stored, hit, reason,
             self._extents(found), hints,
         )  # fmt: skip
+
+    def check_keys(self, ns: Namespace, keys: Iterable[Key]) -> Plan:
+        """As `check`, of the blocks that an engine has keyed so: how many leading ones are there.
+
+        keys: of consecutive blocks, also from the middle of a prefix on. The engine decides what of
+        it may be hit: no token is held back. Raises InputError.
+        """
+        return self.check(ns, ns.keys(keys))
+
+    def have_keys(self, ns: Namespace, keys: Iterable[Key]) -> list[bool]:
+        """For each key whether its block is stored, whatever else is. Raises InputError."""
+        chain = ns.keys(keys)
+        there = [False] * chain.n_blocks
+        for match in self.index.stored(ns.number, chain, self.now_ms()).runs:
+            there[match.block : match.block + match.shared] = [True] * match.shared
+        return there
 
     def _slot_hints(
         self, ns: Namespace, found: Found, hit: int, stored: int

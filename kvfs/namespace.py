@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvfs import chain
-from kvfs.chain import PrefixHasher
-from kvfs.layout import Identity
+from kvfs.chain import Hash, PrefixHasher
+from kvfs.errors import InputError
+from kvfs.layout import EXTERNAL_HASH, Identity
 
 if TYPE_CHECKING:
+    from kvfs.keys import Chain, Key, KeyChain
     from kvfs.record import Shape
 
 
@@ -16,8 +19,8 @@ class Namespace:
     """One identity in one store. Immutable; safe to share between threads."""
 
     __slots__ = (
-        "_shape", "_start", "block_tokens", "default_class", "identity", "name", "nsid", "number",
-        "root", "row_bytes",
+        "_shape", "_start", "block_tokens", "default_class", "identity", "keyed", "name", "nsid",
+        "number", "root", "row_bytes",
     )  # fmt: skip
 
     def __init__(self, identity: Identity, number: int, default_class: str) -> None:
@@ -30,8 +33,16 @@ class Namespace:
         self._shape: Shape | None = None
         self.row_bytes = identity.row_bytes
         self.block_tokens = identity.block_tokens
-        self._start = chain.start(identity)
-        self.root = self._start.digest()
+        self.keyed = identity.hash == EXTERNAL_HASH
+        """Blocks are named by keys of the engine, not by tokens."""
+        self._start: Hash | None = None
+        if self.keyed:
+            from kvfs.keys import root_of
+
+            self.root = root_of(identity)
+        else:
+            self._start = chain.start(identity)
+            self.root = self._start.digest()
 
     @property
     def shape(self) -> Shape:
@@ -49,20 +60,44 @@ class Namespace:
 
     def hasher(self, tokens: Any = b"") -> PrefixHasher:
         """A hasher for one request. tokens: as for kvfs.chain.as_u32. Raises InputError."""
-        return PrefixHasher(self.identity, tokens, state=self._start)
+        return self._hasher(tokens, lazy=False)
 
-    def as_hasher(self, tokens: Any, *, lazy: bool = False) -> PrefixHasher:
-        """`tokens` itself if it is a hasher of this namespace, else a new one over it.
+    def _hasher(self, tokens: Any, *, lazy: bool) -> PrefixHasher:
+        if self._start is None:
+            raise InputError(
+                f"{self.name} is keyed by its engine: check_keys, put_keys and fetch_keys are for "
+                "it, with keys and not with tokens"
+            )
+        return PrefixHasher(self.identity, tokens, state=self._start, lazy=lazy)
+
+    def keys(
+        self, keys: Iterable[Key], *, parent: Key | None = None, first_block: int = 0
+    ) -> KeyChain:
+        """Keys of the engine's own as what check, fetch and put take. See kvfs.keys.KeyChain.
+
+        Raises InputError, also for a namespace that is keyed by tokens.
+        """
+        from kvfs.keys import KeyChain
+
+        if not self.keyed:
+            raise InputError(f"{self.name} is keyed by tokens ({self.identity.hash})")
+        return KeyChain(self.identity, keys, parent=parent, first_block=first_block)
+
+    def as_hasher(self, tokens: Any, *, lazy: bool = False) -> Chain:
+        """`tokens` itself if it is a hasher, or keys, of this namespace, else a hasher over it.
 
         lazy: see PrefixHasher. Raises InputError.
         """
-        if not isinstance(tokens, PrefixHasher):
-            return PrefixHasher(self.identity, tokens, state=self._start, lazy=lazy)
-        if (
-            tokens.root is not self.identity
-            and tokens.root.fingerprint != self.identity.fingerprint
-        ):
-            from kvfs.errors import InputError
-
+        if not hasattr(tokens, "keyed"):
+            return self._hasher(tokens, lazy=lazy)
+        named: Chain = tokens
+        if named.root is not self.identity and named.root.fingerprint != self.identity.fingerprint:
             raise InputError(f"the hasher is of another namespace than {self.name}")
-        return tokens
+        return named
+
+    def as_prefix(self, tokens: Any) -> PrefixHasher:
+        """As `as_hasher`, for what needs the tokens themselves: keys are refused. InputError."""
+        hasher = self.as_hasher(tokens)
+        if not isinstance(hasher, PrefixHasher):
+            raise InputError(f"{self.name} is keyed by its engine; this needs tokens")
+        return hasher

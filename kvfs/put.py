@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfs.catalog import TtlClass
-from kvfs.chain import HASH_BYTES, PrefixHasher
+from kvfs.chain import HASH_BYTES
 from kvfs.errors import InputError, KvfsError
 from kvfs.frames import MAX_PATH_HEADS, Entry, RenewEntry, RunEntry
 from kvfs.index import Index
-from kvfs.index.lookup import Found, Match
+from kvfs.index.lookup import Match
+from kvfs.keys import Chain
 from kvfs.namespace import Namespace
 from kvfs.record import RunBlocks
 from kvfs.segment_writer import Written
@@ -61,7 +62,7 @@ class Putter:
         self.class_seconds = class_seconds
 
     def put(
-        self, ns: Namespace, hasher: PrefixHasher, payloads: Sequence[memoryview],
+        self, ns: Namespace, hasher: Chain, payloads: Sequence[memoryview],
         first_block: int, ttl: TtlClass,
     ) -> PutResult:  # fmt: skip
         """Stores what is new of blocks first_block.. of the prompt.
@@ -72,9 +73,9 @@ class Putter:
         existing: int | None = None
         for _ in range(_TRIES):
             now = self.writer.now_ms()
-            found = self.index.check(ns.number, hasher, now)
+            found = self.index.stored(ns.number, hasher, now).runs
             if existing is None:
-                existing = found.blocks
+                existing = sum(m.shared for m in found)
             renewals = self._renewals(ns, hasher, found, ttl, now)
             new, error = self._store(ns, hasher, payloads, first_block, ttl, found, renewals, now)
             stored += new
@@ -82,48 +83,45 @@ class Putter:
             if error is not None or not renewals:
                 break
         existing = min(existing or 0, n - stored)
-        size = hasher.block_bytes
         return PutResult(
-            n, stored, existing, stored * ns.row_bytes,
-            (len(hasher.buffer) - n * size) // 4,
+            n, stored, existing, stored * ns.row_bytes, hasher.n_tokens - n * ns.block_tokens,
             self.writer.durable, error,
         )  # fmt: skip
 
     def _store(
-        self, ns: Namespace, hasher: PrefixHasher, payloads: Sequence[memoryview],
-        first_block: int, ttl: TtlClass, found: Found, renewals: list[Entry], now: int,
+        self, ns: Namespace, hasher: Chain, payloads: Sequence[memoryview],
+        first_block: int, ttl: TtlClass, found: list[Match], renewals: list[Entry], now: int,
     ) -> tuple[int, KvfsError | None]:  # fmt: skip
-        at, n = found.blocks, hasher.n_blocks
         runs: list[tuple[Written, RunEntry]] = []
         error: KvfsError | None = None
-        if at < first_block and at < n:
-            error = InputError(
-                f"blocks {at} to {first_block - 1} are not stored and were not given; "
-                "put from the first missing block on"
-            )
-            n = at
-        heads = bytearray(_heads(hasher, found.runs))
+        heads = bytearray(b"" if hasher.keyed else _heads(hasher, found))
         expires = now + ttl.seconds * 1000
-        while at < n:
-            run = RunBlocks.of(hasher, at, n)
-            try:
-                written = self.writer.write_run(
-                    ns, run, list(payloads[at - first_block :]), ttl.name, ttl.seconds, now
+        for at, end in _missing(found, hasher.n_blocks):
+            if at < first_block:
+                error = InputError(
+                    f"blocks {at} to {first_block - 1} are not stored and were not given; "
+                    "put from the first missing block on"
                 )
-            except KvfsError as e:
-                error = e
                 break
-            runs.append((written, run_entry(ns, written, run, bytes(heads), now, expires)))
-            heads += run.hashes[:HASH_BYTES]
-            at, error = at + written.blocks, written.error
+            while at < end and error is None:
+                run = RunBlocks.of(hasher, at, end)
+                given = list(payloads[at - first_block : end - first_block])
+                try:
+                    written = self.writer.write_run(ns, run, given, ttl.name, ttl.seconds, now)
+                except KvfsError as e:
+                    error = e
+                    break
+                runs.append((written, run_entry(ns, written, run, bytes(heads), now, expires)))
+                heads += b"" if hasher.keyed else run.hashes[:HASH_BYTES]
+                at, error = at + written.blocks, written.error
             if error is not None:
                 break
-        stored = at - found.blocks
+        stored = sum(written.blocks for written, _ in runs)
         if not runs and not renewals:
             return 0, error
         counters = {
             "put_blocks": stored, "put_bytes": stored * ns.row_bytes,
-            "put_existing": found.blocks,
+            "put_existing": sum(m.shared for m in found),
         }  # fmt: skip
         try:
             self.writer.publish(runs, renewals, counters)
@@ -132,13 +130,13 @@ class Putter:
         return stored, error
 
     def _renewals(
-        self, ns: Namespace, hasher: PrefixHasher, found: Found, ttl: TtlClass, now: int
+        self, ns: Namespace, hasher: Chain, found: list[Match], ttl: TtlClass, now: int
     ) -> list[Entry]:
         """Renewals of the stored part; a shared block takes the longer class."""
         expires, margin = now + ttl.seconds * 1000, ttl.seconds * 1000 // RENEW_SHARE
         when = self.writer.now_ms()  # not before the check, hence not before what it found
         out: list[Entry] = []
-        for match in found.runs:
+        for match in found:
             if expires - match.expires_ms <= margin:
                 continue
             longer = ttl.seconds > self.class_seconds.get(match.class_id, 0)
@@ -147,7 +145,17 @@ class Putter:
         return out
 
 
-def _heads(hasher: PrefixHasher, runs: Sequence[Match]) -> bytes:
+def _missing(found: Sequence[Match], n: int) -> list[tuple[int, int]]:
+    """The stretches (first, end) of n blocks that are not stored, in order."""
+    out, at = [], 0
+    for match in found:
+        if match.block > at:
+            out.append((at, match.block))
+        at = match.block + match.shared
+    return [*out, (at, n)] if at < n else out
+
+
+def _heads(hasher: Chain, runs: Sequence[Match]) -> bytes:
     """First hashes of the runs that lead to a new one: the first, and the most recent."""
     kept = list(runs) if len(runs) <= MAX_PATH_HEADS else [runs[0], *runs[1 - MAX_PATH_HEADS :]]
     return b"".join(hasher.digest(m.block + 1) for m in kept)

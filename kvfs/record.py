@@ -40,9 +40,10 @@ from typing import Any, Protocol
 
 import xxhash
 
-from kvfs.chain import HASH_BYTES, TOKEN_BYTES, PrefixHasher
+from kvfs.chain import HASH_BYTES, TOKEN_BYTES
 from kvfs.errors import InputError
 from kvfs.geometry import PAGE as PAGE
+from kvfs.keys import Chain
 
 MAGIC = b"KVR1"
 VERSION = 1
@@ -127,15 +128,16 @@ class RunBlocks:
     """16 bytes a block."""
     tokens: memoryview
     """u32 little-endian bytes of exactly these blocks."""
+    keyed: bool = False
+    """Named by keys: who asks does not know the parent and the number, which then may be any."""
 
     @classmethod
-    def of(cls, hasher: PrefixHasher, first: int, end: int) -> RunBlocks:
-        """The blocks first..end-1 of a prompt."""
-        size = hasher.block_bytes
-        hashes = hasher.hashes(end, first=first)
-        lineages = hasher.lineages(end, first=first)
-        tokens = hasher.buffer[first * size : end * size]
-        return cls(hasher.digest(first), first, hashes, lineages, tokens)
+    def of(cls, chain: Chain, first: int, end: int) -> RunBlocks:
+        """The blocks first..end-1 of a prompt, or of the keys that were given."""
+        hashes = chain.hashes(end, first=first)
+        lineages = chain.lineages(end, first=first)
+        tokens, block = chain.blocks(first, end), chain.first_block + first
+        return cls(chain.digest(first), block, hashes, lineages, tokens, chain.keyed)
 
     def part(self, first: int, end: int) -> RunBlocks:
         """The blocks first..end-1 of these, counted from 0."""
@@ -143,7 +145,9 @@ class RunBlocks:
         size = len(self.tokens) // self.count
         parent = self.hashes[at.start - HASH_BYTES : at.start] if first else self.parent
         tokens = self.tokens[first * size : end * size]
-        return RunBlocks(parent, self.block + first, self.hashes[at], self.lineages[at], tokens)
+        return RunBlocks(
+            parent, self.block + first, self.hashes[at], self.lineages[at], tokens, self.keyed
+        )
 
     @property
     def count(self) -> int:
@@ -307,7 +311,8 @@ def _damage(at: Landing, i: int) -> str:
 def matches(at: Landing, want: RunBlocks, first: int = 0) -> tuple[int, str | None]:
     """Compares what records first.. say they are with what was asked for, all at once.
 
-    Token ids, chain hash, parent, lineage, block number, namespace and payload length must agree.
+    Token ids, chain hash, parent, lineage, block number, namespace and payload length must agree;
+    of blocks that are named by keys, all but parent and number.
     `want` describes the records from `first` on. Returns (number of leading records that agree,
     None or why the next one does not).
     """
@@ -328,6 +333,8 @@ def matches(at: Landing, want: RunBlocks, first: int = 0) -> tuple[int, str | No
     numbers[:, 0] = np.arange(want.block, want.block + n, dtype=np.uint32)
     numbers[:, 1] = at.shape.payload
     fields[:, 56:64] = numbers.view(np.uint8)
+    if want.keyed:
+        fields[:, 40:60] = rows[:, size + 40 : size + 60]
     ok = (rows == wanted).all(axis=1)
     lineages: Any = np.ndarray((n, HASH_BYTES), np.uint8, metas, size + _LINEAGE_AT, (step, 1))
     ok &= (lineages == np.frombuffer(want.lineages, np.uint8).reshape(n, HASH_BYTES)).all(axis=1)

@@ -23,14 +23,14 @@ def renewals_for(
     """RENEW entries for runs, each by its own class or all by `ttl`."""
     out: list[Entry] = []
     for head in heads:
-        run = index.run(ns.number, head)
+        run, _ = index.holding(ns.number, head)
         if run is None:
             continue
         own = class_names.get(run.class_id, "")
         seconds = classes.get(own, 0) if ttl is None else ttl.seconds
         name = "" if ttl is None or ttl.name == own else ttl.name
         expires = now_ms + seconds * 1000
-        out.append(RenewEntry(ns.nsid, head, expires, now_ms, name, ttl is not None))
+        out.append(RenewEntry(ns.nsid, run.head, expires, now_ms, name, ttl is not None))
     return out
 
 
@@ -55,8 +55,9 @@ def cuts_for(
     index: Index, ns: Namespace, head: bytes, keep: int, now_ms: int
 ) -> tuple[list[Entry], int]:
     """CUT entries for a run behind its first `keep` blocks and for all that follows, and how many
-    blocks that takes out of sight."""
-    run = index.run(ns.number, head)
+    blocks that takes out of sight. head: as for Index.holding; `keep` counts from there."""
+    run, place = index.holding(ns.number, head)
+    keep += place
     if run is None or keep >= run.count:
         return [], 0
     cut = [(run, keep), *((r, 0) for r in descendants(index, ns, run, keep))]

@@ -20,9 +20,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvfs import forking
-from kvfs.chain import PrefixHasher
 from kvfs.errors import KvfsError
 from kvfs.frames import Entry, RenewEntry
+from kvfs.keys import Chain
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
 from kvfs.put import RENEW_SHARE
@@ -55,7 +55,7 @@ class Renewer:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
-    def note(self, ns: Namespace, plan: Plan, hasher: PrefixHasher, blocks: int) -> None:
+    def note(self, ns: Namespace, plan: Plan, hasher: Chain, blocks: int) -> None:
         """Notes that the runs which hold the first `blocks` blocks of a plan were hit just now."""
         now = self.store.now_ms()
         heads = [
@@ -101,17 +101,17 @@ class Renewer:
         numbers = {nsid: number for nsid, (number, _) in index.namespaces().items()}
         names, classes = index.class_names(), self.store.classes()
         cap_ms = int(self.store.config.renew_cap_seconds * 1000)
-        entries: list[Entry] = []
-        for (nsid, head), when in hits.items():
-            run = index.run(numbers[nsid], head)
+        entries: dict[tuple[bytes, bytes], Entry] = {}
+        for (nsid, block), when in hits.items():
+            run, _ = index.holding(numbers[nsid], block)
             if run is None:
                 continue
             ttl_ms = classes.get(names.get(run.class_id, ""), 0) * 1000
             expires = min(when + ttl_ms, run.written_ms + cap_ms)
             wanted = max(1, ttl_ms // RENEW_SHARE)
             if when < run.expires_ms and expires - run.expires_ms >= wanted:
-                entries.append(RenewEntry(nsid, head, expires, when, "", False))
-        return entries
+                entries[nsid, run.head] = RenewEntry(nsid, run.head, expires, when, "", False)
+        return list(entries.values())
 
     def close(self) -> None:
         """Publishes what is left, if the storage lets it, and ends the thread."""

@@ -7,13 +7,13 @@ local index (kvfs.local); everything else reads or writes the shared storage.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvfs import chain
@@ -33,16 +33,16 @@ from kvfs.errors import BackendError, ConfigError, FormatError, InputError, Kvfs
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow.follower import Followed, Follower, Progress
 from kvfs.follow.history import adopt, lost, note_followed
+from kvfs.forgetting import forget
 from kvfs.frames import ClassEntry, NamespaceEntry
 from kvfs.index import Index
-from kvfs.index.apply import Applier
 from kvfs.index.env import MAP_BYTES
 from kvfs.index.place import default_root, remember, require_local
-from kvfs.index.schema import Run, Segment
+from kvfs.keys import Key
 from kvfs.layout import Identity
 from kvfs.local import LocalStore
 from kvfs.namespace import Namespace
-from kvfs.plan import Extent, Plan
+from kvfs.plan import Plan
 from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.record import Shape
 from kvfs.removal import cuts_for, renewals_for
@@ -50,11 +50,9 @@ from kvfs.renewal import Renewer
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 from kvfs.store_path import path_of
 from kvfs.usage import Space
-from kvfs.writer import Writer, of_this_host
+from kvfs.writer import Writer
 
 log = logging.getLogger(__name__)
-LATE_MS = 60_000
-"""What another host wrote shows after this time, whatever the shared file system (3FS: 30 s)."""
 
 
 class Store(LocalStore):
@@ -258,7 +256,12 @@ class Store(LocalStore):
         if not self._marker_in_place():
             return False
         self._count("blocks_reported_bad")
-        return self._forget(ns, extent, ns.as_hasher(tokens).digest(extent.block + 1), block)
+        head = ns.as_hasher(tokens).digest(extent.block + 1)
+        done = forget(self.index, ns.number, extent, head, block, self.now_ms)
+        if self._writer is not None:
+            # Should it be a file we write: it failed, or somebody removed it. No more into it.
+            self._writer.retire({extent.segment_id})
+        return done
 
     def _marker_in_place(self) -> bool:
         """A whole store that is away looks like all its segments missing: forget nothing then."""
@@ -268,31 +271,6 @@ class Store(LocalStore):
             self._count("backend_down")
             return False
         return True
-
-    def _forget(self, ns: Namespace, extent: Extent, head: bytes, block: int) -> bool:
-        """Takes a block and what follows in its run out of this host's index; says whether."""
-
-        def shorten(applier: Applier) -> bool:
-            run = applier.run(ns.number, head)
-            segment = None if run is None else applier.segment(run.seg)
-            if run is None or segment is None or self._may_be_late(run, segment):
-                return False
-            if (segment.segment, run.slot) == (extent.segment_id, extent.slot):
-                applier.shorten(run, block - extent.block)
-            return True
-
-        done = False
-        with contextlib.suppress(KvfsError):
-            done = self.index.write(shorten)
-        if self._writer is not None:
-            # Should it be a file we write: it failed, or somebody removed it. No more into it.
-            self._writer.retire({extent.segment_id})
-        return done
-
-    def _may_be_late(self, run: Run, segment: Segment) -> bool:
-        """Shared file systems show lengths, bytes and names that other hosts made with a delay."""
-        age = self.now_ms() - max(run.written_ms, segment.created_ms)
-        return age < LATE_MS and not of_this_host(segment.path)
 
     def put(
         self, ns: Namespace, tokens: Any, blocks: Any, *, first_block: int = 0,
@@ -321,6 +299,43 @@ class Store(LocalStore):
         if result.error is not None and not isinstance(result.error, InputError):
             self._count("store_failures")
         return result
+
+    # the same for an engine that keys the blocks itself
+
+    def put_keys(
+        self, ns: Namespace, keys: Iterable[Key], parent_key: Key | None, blocks: Any, *,
+        first_block: int | None = None, ttl_class: str | None = None,
+    ) -> PutResult:  # fmt: skip
+        """As `put`, of consecutive blocks that an engine names by its own keys, one each.
+
+        What is there already is left out, wherever it is. parent_key: of the block before the
+        first, None if there is none or it is not known; first_block: the number of the first block
+        in its chain, by default one more than the parent's as far as this host knows it, else 0.
+        Both only tell what belongs together: they decide nothing about what is found.
+        """
+        if first_block is None:
+            first_block = 0 if parent_key is None else self._behind(ns, parent_key)
+        chain = ns.keys(keys, parent=parent_key, first_block=first_block)
+        return self.put(ns, chain, blocks, ttl_class=ttl_class)
+
+    def _behind(self, ns: Namespace, key: Key) -> int:
+        """The number of the block behind the one with this key; 0 if that is not here."""
+        run, place = self.index.holding(ns.number, ns.keys([key]).digest(1))
+        return 0 if run is None else run.block + place + 1
+
+    def fetch_keys(self, ns: Namespace, keys: Iterable[Key], into: Any = None) -> FetchResult:
+        """Checks and fetches the leading ones of an engine's keys: see `check_keys` and `fetch`.
+
+        `wanted` is the number of keys; a block that is not stored ends the prefix as one that
+        does not verify does. Raises InputError.
+        """
+        chain = ns.keys(keys)
+        plan = self.check(ns, chain)
+        got = self.fetch(ns, plan, chain, into, blocks=plan.stored_blocks)
+        whole = got.reason is None and plan.stored_blocks == chain.n_blocks
+        return replace(
+            got, wanted=chain.n_blocks, reason=None if whole else got.reason or plan.reason
+        )
 
     # renewing and removing
 

@@ -152,7 +152,7 @@ class Follower:
 
         def look(applier: Applier) -> bool:
             return all(
-                (number := applier.namespace(nsid)) is not None and applier.run(number, head)
+                (number := applier.namespace(nsid)) is not None and applier.holding(number, head)[0]
                 for nsid, head in renewed
             )
 

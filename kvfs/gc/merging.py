@@ -15,6 +15,13 @@ from kvfs.index.schema import Run
 from kvfs.put import RENEW_SHARE
 
 Chain = list[Run]
+_Joint = tuple[int, bytes, int]
+"""Namespace, hash of a block, number of the block behind it (of which an engine that keys the
+blocks may have told otherwise)."""
+
+
+def _end(run: Run) -> _Joint:
+    return run.ns, run.hashes[-HASH_BYTES:], run.block + run.count
 
 
 def chains(runs: Iterable[Run], ttl_ms: Callable[[int], int], cap_ms: int) -> list[Chain]:
@@ -24,19 +31,19 @@ def chains(runs: Iterable[Run], ttl_ms: Callable[[int], int], cap_ms: int) -> li
     chain forks the fork with the most blocks goes on. Chains that belong to one prompt are next to
     each other, the beginning first.
     """
-    behind: dict[tuple[int, bytes], list[Run]] = defaultdict(list)
+    behind: dict[_Joint, list[Run]] = defaultdict(list)
     lasts = set()
     all_runs = list(runs)
     for run in all_runs:
-        behind[run.ns, run.parent].append(run)
-        lasts.add((run.ns, run.hashes[-HASH_BYTES:]))
+        behind[run.ns, run.parent, run.block].append(run)
+        lasts.add(_end(run))
     length: dict[tuple[int, bytes], int] = {}  # of the longest chain that begins with a run
     for run in sorted(all_runs, key=lambda r: r.block, reverse=True):
-        next_ = behind[run.ns, run.hashes[-HASH_BYTES:]]
+        next_ = behind[_end(run)]
         length[run.ns, run.head] = run.count + max((length[r.ns, r.head] for r in next_), default=0)
     done: set[tuple[int, bytes]] = set()
     out: list[Chain] = []
-    starts = [r for r in all_runs if (r.ns, r.parent) not in lasts]
+    starts = [r for r in all_runs if (r.ns, r.parent, r.block) not in lasts]
     stack = sorted(starts, key=lambda r: (r.ns, r.block, r.head), reverse=True)
     while stack:
         run = stack.pop()
@@ -45,9 +52,7 @@ def chains(runs: Iterable[Run], ttl_ms: Callable[[int], int], cap_ms: int) -> li
         chain = [run]
         done.add((run.ns, run.head))
         while True:
-            last = chain[-1]
-            next_ = [r for r in behind[last.ns, last.hashes[-HASH_BYTES:]]
-                     if (r.ns, r.head) not in done]  # fmt: skip
+            next_ = [r for r in behind[_end(chain[-1])] if (r.ns, r.head) not in done]
             next_.sort(key=lambda r: length[r.ns, r.head])
             if not next_:
                 break

@@ -111,7 +111,8 @@ class Purge:
         index, now_ms = self.store.index, self.store.now_ms()
         cut: dict[bytes, tuple[Run, int]] = {}
         for head, keep in heads:
-            run = index.run(self.ns.number, head)
+            run, place = index.holding(self.ns.number, head)
+            keep += place
             if run is None or keep >= run.count:
                 continue
             for r, first in [

@@ -65,15 +65,16 @@ def _known(applier: Applier, segment: Segment, entry: RunEntry) -> bool:
 
 def _shown(applier: Applier, segment: Segment, entry: RunEntry) -> Iterator[tuple[Run, int, int]]:
     """Yields (visible run, its block, the entry's block) where blocks of an entry are shown."""
-    head = applier.run(segment.ns, entry.hashes[:HASH_BYTES])
+    head, _ = applier.holding(segment.ns, entry.hashes[:HASH_BYTES])
     if head is None and entry.block and entry.heads:
         parent = Placer(applier, segment, entry, entry.count).parent_run()
         if parent is not None and entry.block - parent.block < parent.count:
             yield parent, entry.block - parent.block, 0
     for i in range(entry.count):
-        run = applier.run(segment.ns, entry.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
+        hash_ = entry.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+        run, place = applier.holding(segment.ns, hash_)
         if run is not None:
-            yield run, 0, i
+            yield run, place, i
 
 
 def _as_it_is(

@@ -37,7 +37,7 @@ from kvfs.frames import (
     SegmentEntry,
 )
 from kvfs.geometry import Geometry
-from kvfs.index import moves
+from kvfs.index import keyed, moves
 from kvfs.index.mover import Mover
 from kvfs.index.placer import Placer
 from kvfs.index.schema import (
@@ -45,6 +45,7 @@ from kvfs.index.schema import (
     CLASSES,
     CUTS,
     DROPPED,
+    KEYED,
     LIVE,
     META,
     NS,
@@ -86,6 +87,7 @@ class Applier:
         self._cuts = self.meta_int("cuts") > 0
         self._waiting = self.meta_int("orphans") > 0
         self._moves = moves.any_noted(self)
+        self._keyed: dict[int, bool] = {}
 
     def count(self, name: str, n: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + n
@@ -121,7 +123,15 @@ class Applier:
         if self.txn.get(NS + entry.nsid) is None:
             number = self._next("last_ns")
             self.txn.put(NS + entry.nsid, U32.pack(number) + entry.json.encode())
+            if keyed.is_keyed(entry.json):
+                self.add_meta(f"{KEYED}{number}", 1)
             self.count("namespaces")
+
+    def keyed(self, ns: int) -> bool:
+        """Says whether a namespace's blocks are found by keys of their engine, each by itself."""
+        if ns not in self._keyed:
+            self._keyed[ns] = self.meta_int(f"{KEYED}{ns}") > 0
+        return self._keyed[ns]
 
     def class_id(self, name: str, seconds: int) -> int:
         """The number of a TTL class; made with these seconds if it is new."""
@@ -170,6 +180,17 @@ class Applier:
         key = run_key(ns, head)
         value = self.txn.get(key)
         return None if value is None else Run.decode(key, value)
+
+    def holding(self, ns: int, hash_: bytes) -> tuple[Run | None, int]:
+        """The visible run that holds a block, and the block's place in it.
+
+        Where tokens are the keys only the first block of a run is found so.
+        """
+        if not self.keyed(ns):
+            return self.run(ns, hash_), 0
+        head, place = keyed.find(self.txn.get, ns, hash_) or (hash_, 0)
+        run = self.run(ns, head)
+        return (run, place) if run is not None and run.hash(place) == hash_ else (None, 0)
 
     def apply_run(self, entry: RunEntry) -> None:
         self._place_all(entry, entry.count, moved=False)
@@ -277,6 +298,8 @@ class Applier:
         self.txn.put(key, run.value())
         self.txn.put(place_key(run.seg, run.slot), key[1:])
         self.txn.put(child_key(run.ns, run.parent, run.head), b"")
+        if self.keyed(run.ns):
+            keyed.note(self.txn, run)
         self.count("runs")
         self.count("blocks_added", run.count)
 
@@ -284,6 +307,8 @@ class Applier:
         self.txn.delete(run.key())
         self.txn.delete(place_key(run.seg, run.slot))
         self.txn.delete(child_key(run.ns, run.parent, run.head))
+        if self.keyed(run.ns):
+            keyed.forget(self.txn, run)
         self.count("runs_removed")
         self.count("blocks_removed", run.count)
 
@@ -311,13 +336,17 @@ class Applier:
         elif keep < run.count:
             hashes = run.hashes[: keep * HASH_BYTES]
             self.txn.put(run.key(), dataclasses.replace(run, count=keep, hashes=hashes).value())
+            if self.keyed(run.ns):
+                keyed.forget(self.txn, run, keep)
             self.count("blocks_removed", run.count - keep)
 
     # renewals and removals
 
     def apply_renew(self, entry: RenewEntry) -> None:
         ns = self.namespace(entry.nsid)
-        run = None if ns is None else self.run(ns, entry.head) or moves.run_of(self, ns, entry.head)
+        run = None
+        if ns is not None:
+            run = self.holding(ns, entry.head)[0] or moves.run_of(self, ns, entry.head)
         if run is None:
             self.count("renewed_nothing")
             return

@@ -25,6 +25,7 @@ from kvfs.index.schema import (
     FORMAT,
     JOURNAL,
     JOURNALS,
+    KEYED,
     META,
     NS,
     PREFIX,
@@ -42,6 +43,7 @@ from kvfs.index.tally import Tally
 if TYPE_CHECKING:
     from kvfs.frames import Entry
     from kvfs.index.apply import Applier
+    from kvfs.keys import Chain
     from kvfs.plan import SlotHint
 
 T = TypeVar("T")
@@ -170,13 +172,24 @@ class Index:
 
     # reading
 
-    def check(self, ns: int, hasher: PrefixHasher, now_ms: int) -> Found:
+    def check(self, ns: int, chain: Chain, now_ms: int) -> Found:
         """The longest unexpired stored prefix. ns: the index's number of the namespace."""
+        return self._find(ns, chain, now_ms, gaps=False)
+
+    def stored(self, ns: int, chain: Chain, now_ms: int) -> Found:
+        """As `check`; of blocks that are named by keys also what is stored behind the first gap."""
+        return self._find(ns, chain, now_ms, gaps=True)
+
+    def _find(self, ns: int, chain: Chain, now_ms: int, *, gaps: bool) -> Found:
         self._look_at_files()
         env = self.env()
         txn = env.begin_read()
         try:
-            return longest_prefix(txn.get, run_key(ns, b""), hasher, now_ms)
+            if not isinstance(chain, PrefixHasher):
+                from kvfs.index import keyed
+
+                return keyed.stored(txn.get, ns, chain.hashes(), now_ms, gaps=gaps)
+            return longest_prefix(txn.get, run_key(ns, b""), chain, now_ms)
         except LmdbError as e:
             raise env.fault(e) from e
         finally:
@@ -230,6 +243,10 @@ class Index:
 
     def run(self, ns: int, head: bytes) -> Run | None:
         return self.query(lambda a: a.run(ns, head))
+
+    def holding(self, ns: int, hash_: bytes) -> tuple[Run | None, int]:
+        """The run that holds a block, and the block's place in it; see Applier.holding."""
+        return self.query(lambda a: a.holding(ns, hash_))
 
     def children(self, ns: int, parent: bytes) -> list[bytes]:
         """First hashes of the runs that follow the block with hash `parent`."""
@@ -336,7 +353,8 @@ class Index:
 def _what_others_hold(env: Env) -> list[tuple[bytes, bytes]]:
     with env.read() as txn:
         rows = [(bytes(k), bytes(v)) for table in (NS, CLASSES) for k, v in scan(txn, table)]
-        rows += ((bytes(k), bytes(v)) for k, v in scan(txn, META + b"last_"))
+        for name in (b"last_", KEYED.encode()):
+            rows += ((bytes(k), bytes(v)) for k, v in scan(txn, META + name))
     return rows
 
 

@@ -38,8 +38,8 @@ class Mover:
 
     def place(self) -> list[Run] | None:
         """Returns the runs that are new, or None if the parent block is in no run."""
-        run, first = self.a.run(self.segment.ns, self._hash(0)), 0
-        if run is None and self.entry.block:
+        run, first = self.a.holding(self.segment.ns, self._hash(0))
+        if run is None and self.entry.block and not self.a.keyed(self.segment.ns):
             placer = Placer(self.a, self.segment, self.entry, self.n)
             # It must not wait where its parent is there: the place it was in goes.
             run = placer.parent_run(thorough=True)
@@ -55,7 +55,7 @@ class Mover:
                 at += shown
             # A block is in the run of the one before, or the first of its own.
             if at < self.n:
-                run, first = self.a.run(self.segment.ns, self._hash(at)), 0
+                run, first = self.a.holding(self.segment.ns, self._hash(at))
                 at += run is None
         self.a.insert(self._moved())
         self.a.count("blocks_moved", self.n)

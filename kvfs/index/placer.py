@@ -6,7 +6,8 @@ as a block is in one run only and follows its parent there, or is a run's first.
 - blocks that a run shows already are trimmed from the new one, wherever they are in either;
 - a new run ends where a block comes with which a run begins that was there before its parent;
 - a run whose parent block is in no run waits (kvfs.index.apply): nobody could find it yet, and
-  where it overlaps others is only known once its parent is there.
+  where it overlaps others is only known once its parent is there;
+- where an engine keys the blocks each is found by itself (kvfs.index.keyed): nothing waits.
 
 The parent's run is found from the path heads that the entry carries. Its writer may have seen the
 chain cut into other runs, then a search through the forks behind the last known head finds it, or
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfs.chain import HASH_BYTES
 from kvfs.frames import RunEntry
-from kvfs.index.schema import RUN, Run, Segment, common, run_key, scan
+from kvfs.index.schema import RUN, Run, Segment, common, key_key, run_key, scan
 
 if TYPE_CHECKING:
     from kvfs.index.apply import Applier
@@ -42,7 +43,7 @@ class Placer:
     def place(self) -> list[Run] | None:
         """Returns the runs that were made of it, or None if its parent block is in no run."""
         at = self._skip_visible(0)
-        if at == 0 and self.entry.block:
+        if at == 0 and self.entry.block and not self.a.keyed(self.segment.ns):
             parent = self.parent_run()
             if parent is None:
                 return None
@@ -64,21 +65,22 @@ class Placer:
     def _expired(self, run: Run) -> bool:
         return run.expires_ms <= self.entry.written_ms
 
-    def _live(self, i: int) -> Run | None:
-        """The run that begins with our block i. An expired one makes room for ours."""
-        run = self.a.run(self.segment.ns, self._hash(i))
+    def _live(self, i: int) -> tuple[Run | None, int]:
+        """The run that begins with our block i, or, where blocks are keyed, holds it, and the
+        block's place in it. An expired one makes room for ours."""
+        run, place = self.a.holding(self.segment.ns, self._hash(i))
         if run is not None and self._expired(run):
             self.a.remove(run)
-            return None
-        return run
+            return None, 0
+        return run, place
 
     def _skip_visible(self, at: int) -> int:
-        """The first block from `at` on that no run beginning on the way shows."""
+        """The first block from `at` on that no run met on the way shows."""
         while at < self.n:
-            run = self._live(at)
+            run, place = self._live(at)
             if run is None:
                 break
-            at += self._shown_by(run, 0, at)
+            at += self._shown_by(run, place, at)
         return at
 
     def _shown_by(self, run: Run, first: int, at: int) -> int:
@@ -92,11 +94,13 @@ class Placer:
         return shown
 
     def _next_first(self, at: int) -> int:
-        """The first block from `at` on with which a visible run begins."""
+        """The first block from `at` on with which a visible run begins; where blocks are keyed,
+        that any visible run holds."""
         # For every block that ever comes in, so no more than a get a block.
-        get, prefix, hashes = self.a.txn.get, run_key(self.segment.ns, b""), self.hashes
+        key = key_key if self.a.keyed(self.segment.ns) else run_key
+        get, prefix, hashes = self.a.txn.get, key(self.segment.ns, b""), self.hashes
         for i in range(at, self.n):
-            if get(prefix + hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]) and self._live(i):
+            if get(prefix + hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]) and self._live(i)[0]:
                 return i
         return self.n
 

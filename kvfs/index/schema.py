@@ -24,6 +24,9 @@ namespace, `seg` a u32 it gives to each segment; neither leaves this index.
   moved     v     segment id 16, slot     MOVE below: blocks that were copied from here
   aliases   a     ns, hash                ALIAS below: where the first block of a run that was moved
                                           into the middle of another one is now
+  keys      k     ns, hash of a block     KEY below: which run holds the block; only of namespaces
+                                          that are keyed by their engine, for which the counter
+                                          "keyed:" and the ns is 1
   journals  j     writer id 12, number    offset u64 applied up to, ended u8, writer's name
   slots     l     ns, anchor 16, pool 16  SLOT below: who is said to hold sliding-window state
   pools     h     pool id 16              POOL below, then host, a zero byte, address
@@ -34,8 +37,9 @@ namespace, `seg` a u32 it gives to each segment; neither leaves this index.
 Invariants, kept within each transaction: a row in `runs` has exactly one in `placed`, found by its
 seg and slot, and one in `children`, found by its parent; the counter "blocks" is the sum of the
 counts of all runs; a hash stands in one row of `runs` at most, so that every stored prefix is found
-by going from the end of one run to the first block of the next. Those of the last four tables are
-in kvfs.index.slots. Who repairs: `kvctl rebuild`.
+by going from the end of one run to the first block of the next. Where an engine keys the blocks,
+each block of a run has its row in `keys` as well. Those of the last four tables are in
+kvfs.index.slots. Who repairs: `kvctl rebuild`.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ FORMAT = b"1"
 META, NS, CLASSES, SEGIDS, SEGMENTS = b"m", b"n", b"t", b"i", b"s"
 RUNS, CHILDREN, PLACED, WAITING, CUTS, JOURNALS = b"r", b"c", b"p", b"w", b"x", b"j"
 SLOTS, POOLS, SERVING, PURGE = b"l", b"h", b"d", b"e"
-MOVED, ALIASES = b"v", b"a"
+MOVED, ALIASES, KEYS = b"v", b"a", b"k"
 
 U16 = struct.Struct("<H")
 U32 = struct.Struct("<I")
@@ -71,10 +75,16 @@ MOVE = struct.Struct("<II16sI16sQ")
 ALIAS = struct.Struct("<16sI")
 """Segment id and slot of the new place."""
 
+KEY = struct.Struct("<16sI")
+"""Hash of the first block of the run, and the block's place in it."""
+
 SLOT = struct.Struct("<QQQQ")
 """position, generation, expires ms (0: known to be gone up to this generation), purge ms."""
 POOL = struct.Struct("<IIQ")
 """ns, slots that are not known to be gone, generation up to which all are gone."""
+
+KEYED = "keyed:"
+"""In `meta`, in front of the number of a namespace that is keyed by its engine."""
 
 LIVE, DROPPED, GONE = 0, 1, 2
 """States of a segment: in use; out of sight, its file waits for the grace to end; file removed."""
@@ -180,6 +190,11 @@ def moved_key(segment: bytes, slot: int) -> bytes:
 def alias_key(ns: int, head: bytes) -> bytes:
     """Key in `aliases`."""
     return ALIASES + PREFIX.pack(ns) + head
+
+
+def key_key(ns: int, hash_: bytes) -> bytes:
+    """Key in `keys`; with b"" what all of a `ns` share."""
+    return KEYS + PREFIX.pack(ns) + hash_
 
 
 def waiting_hashes(value: bytes | memoryview) -> tuple[bytes, bool]:

@@ -13,6 +13,9 @@ from kvfs.chain import HASH_BYTES
 from kvfs.index import Index
 from kvfs.index.schema import (
     CHILDREN,
+    KEY,
+    KEYED,
+    KEYS,
     META,
     PLACED,
     PREFIX,
@@ -22,6 +25,7 @@ from kvfs.index.schema import (
     WAITING,
     Run,
     child_key,
+    key_key,
     place_key,
     scan,
 )
@@ -40,11 +44,18 @@ def index_faults(index: Index, limit: int = 100) -> list[str]:
 
 def faults_in(txn: Any) -> Iterator[str]:
     """The faults that one read transaction sees; reads every row of runs and what belongs to it."""
-    runs = blocks = 0
+    runs = blocks = of_keys = 0
+    keyed = {int(bytes(key[1 + len(KEYED) :])) for key, _ in scan(txn, META + KEYED.encode())}
     for key, value in scan(txn, RUNS):
         run = Run.decode(key, value)
         runs, blocks = runs + 1, blocks + run.count
         yield from _of_run(txn, run)
+        if run.ns in keyed:
+            of_keys += run.count
+            yield from _of_keys(txn, run)
+    rows = sum(1 for _ in scan(txn, KEYS))
+    if rows != of_keys:
+        yield f"{rows} rows in keys for {of_keys} blocks"
     for name, table in (("children", CHILDREN), ("placed", PLACED)):
         rows = sum(1 for _ in scan(txn, table))
         if rows != runs:
@@ -54,6 +65,13 @@ def faults_in(txn: Any) -> Iterator[str]:
         counted = 0 if value is None else U64.unpack(value)[0]
         if counted != rows:
             yield f"{counted} {name} counted, {rows} found"
+
+
+def _of_keys(txn: Any, run: Run) -> Iterator[str]:
+    for i in range(run.count):
+        row = txn.get(key_key(run.ns, run.hash(i)))
+        if row is None or bytes(row) != KEY.pack(run.head, i):
+            yield f"run {run.head.hex()}: its block {i} is not in its place among the keys"
 
 
 def _of_run(txn: Any, run: Run) -> Iterator[str]:

@@ -19,6 +19,7 @@ from kvfs.index.schema import (
     CUTS,
     GONE,
     JOURNALS,
+    KEYS,
     META,
     MOVED,
     PLACED,
@@ -37,7 +38,7 @@ from kvfs.index.schema import (
 )
 from kvfs.segment import SEGMENT_ID_BYTES
 
-_CONTENT = (SEGIDS, SEGMENTS, RUNS, CHILDREN, PLACED, WAITING, CUTS, MOVED, ALIASES)
+_CONTENT = (SEGIDS, SEGMENTS, RUNS, KEYS, CHILDREN, PLACED, WAITING, CUTS, MOVED, ALIASES)
 _HINTS = (SLOTS, POOLS, SERVING, PURGE)
 _SUMS = (b"blocks", b"orphans", b"cuts")
 

@@ -126,7 +126,7 @@ def hand_over(
     with `pulled_from`, the address where this host answers, it is left for the other to pull.
     Without a slot the other host replays. Raises InputError.
     """
-    hasher = ns.as_hasher(tokens)
+    hasher = ns.as_prefix(tokens)
     plan = store.check(ns, hasher)
     found = load_state(store, ns, plan, hasher, deadline, pool=pool, client=client)
     slot = found.slot

@@ -66,7 +66,7 @@ def load_state(
     reasons: list[str] = []
     if ns.identity.state is not None:
         try:
-            hasher = ns.as_hasher(tokens)
+            hasher = ns.as_prefix(tokens)
             for position in slot_anchors(plan.hit_tokens, ns.block_tokens):
                 anchor = Anchor.of(hasher, position)
                 slot, source = _find(store, ns, plan, anchor, until, pool, client, into, reasons)

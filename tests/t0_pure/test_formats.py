@@ -340,6 +340,7 @@ def test_marker() -> None:
 
 
 def test_index_rows() -> None:
+    assert schema.KEY.pack(HASHES[:16], 7) == HASHES[:16] + (7).to_bytes(4, "little")
     run = schema.Run(1, HASHES[:16], 2, 3, 3, 4, TIME, TIME + 1, 5, PARENT, HASHES)
     assert packed("index-run", [2, 3, 3, 4, TIME, TIME + 1, 5, PARENT], 56) + HASHES == run.value()
     row = schema.Segment(

@@ -22,12 +22,12 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "kvfs.errors kvfs.store_path kvfs.filesystems kvfs.forking",
-        "kvfs.chain kvfs.layout kvfs.presets kvfs.geometry",
+        "kvfs.chain kvfs.keys kvfs.layout kvfs.presets kvfs.geometry",
         "kvfs.arena kvfs.backend kvfs.frames kvfs.record kvfs.slot_entries",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.scan kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer"
-        " kvfs.publisher kvfs.writer kvfs.put kvfs.renewal kvfs.limits kvfs.usage",
+        " kvfs.publisher kvfs.writer kvfs.put kvfs.renewal kvfs.limits kvfs.usage kvfs.forgetting",
         "kvfs.store kvfs.gc kvfs.repair kvfs.state kvfs.systemd",
         "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",

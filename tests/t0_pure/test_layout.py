@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from kvfs import presets
 from kvfs.chain import HASHES, PrefixHasher
 from kvfs.errors import InputError
+from kvfs.keys import KeyChain
 from kvfs.layout import Identity, Partition, Span, StateLayout
 
 ROOT = Path(__file__).parents[2]
@@ -434,6 +435,17 @@ def computed(hash: str) -> dict[str, str]:
 @pytest.mark.parametrize("hash", HASHES)
 def test_documented_vectors(hash: str) -> None:
     assert vectors(f"vectors {hash}") == computed(hash)
+
+
+def test_documented_keys() -> None:
+    identity = flash("external")
+    chain = KeyChain(identity, ["page-1"])
+    assert vectors("vectors external") == {
+        "fingerprint": identity.fingerprint.hex(),
+        "root": chain.digest(0).hex(),
+        "h": chain.digest(1).hex(),
+        "lineage": chain.lineages(1).hex(),
+    }
 
 
 def test_documented_bytes() -> None:
