@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,14 @@ class ReadCut(OSError):
     def __init__(self, code: int, read: int, path: str) -> None:
         super().__init__(code, os.strerror(code), path)
         self.read = read
+
+
+Pace = Callable[[int], None]
+"""Called with how many files are about to be removed; returns when it is time to."""
+
+
+def at_once(count: int) -> None:
+    """A pace that does not wait."""
 
 
 class Memory(Protocol):
@@ -96,7 +104,10 @@ class Backend(Protocol):
     def truncate(self, file: OpenFile, size: int) -> None: ...
 
     def size(self, path: str) -> int:
-        """The file's length as far as this host knows: for rebuild and fsck, never for serving."""
+        """The file's length as far as this host knows: for rebuild and fsck, never for serving.
+
+        EISDIR for a directory.
+        """
         ...
 
     def names(self, path: str) -> list[str]:
@@ -109,6 +120,14 @@ class Backend(Protocol):
 
     def remove_empty(self, path: str) -> bool:
         """Removes a directory if it is empty; says whether it did."""
+        ...
+
+    def remove_tree(self, path: str, pace: Pace = at_once) -> None:
+        """Removes a directory and all that is in it, by as few removals as there can be here.
+
+        One that is gone already is no error. pace: called before each removal. What is made in it
+        meanwhile goes too, or is an error (ENOTEMPTY).
+        """
         ...
 
     def load(self, path: str, limit: int) -> bytes:

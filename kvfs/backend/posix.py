@@ -10,9 +10,10 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 
-from kvfs.backend.base import Buffer, Memory, OpenFile, read_into, write_all
+from kvfs.backend.base import Buffer, Memory, OpenFile, Pace, at_once, read_into, write_all
 from kvfs.filesystems import LOCAL_DISKS, filesystem_type
 
 # One call moves at most 0x7ffff000 bytes on Linux; read_into and write_all loop over the rest.
@@ -92,7 +93,7 @@ class PosixBackend:
         os.ftruncate(file.fd, size)
 
     def size(self, path: str) -> int:
-        return os.stat(self._at(path)).st_size
+        return size_of_file(os.stat(self._at(path)), path)
 
     def names(self, path: str) -> list[str]:
         try:
@@ -112,6 +113,18 @@ class PosixBackend:
                 return False
             raise
         return True
+
+    def remove_tree(self, path: str, pace: Pace = at_once) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            walk = os.fwalk(self._at(path), topdown=False, onerror=_unless_gone)
+            for _, inner, files, fd in walk:
+                for name in files:
+                    pace(1)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=fd)
+                for name in inner:
+                    _remove_directory(name, fd)
+        _remove_directory(self._at(path), None)
 
     def load(self, path: str, limit: int) -> bytes:
         file = self.open(path)
@@ -173,6 +186,26 @@ class PosixBackend:
 
     def release(self) -> None:
         """There is nothing to give back."""
+
+
+def size_of_file(st: os.stat_result, path: str) -> int:
+    """Raises IsADirectoryError for a directory."""
+    if stat.S_ISDIR(st.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    return st.st_size
+
+
+def _unless_gone(error: OSError) -> None:
+    if error.errno != errno.ENOENT:
+        raise error
+
+
+def _remove_directory(path: str, above: int | None) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            os.rmdir(path, dir_fd=above)
+        except NotADirectoryError:  # a symbolic link to one
+            os.unlink(path, dir_fd=above)
 
 
 def _statx() -> Callable[[int], bool]:

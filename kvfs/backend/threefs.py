@@ -25,6 +25,7 @@ import fcntl
 import logging
 import mmap
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -34,8 +35,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvfs.backend import usrbio_layout as layout
-from kvfs.backend.base import Buffer, Memory, OpenFile
-from kvfs.backend.posix import PosixBackend
+from kvfs.backend.base import Buffer, Memory, OpenFile, Pace, at_once
+from kvfs.backend.posix import PosixBackend, size_of_file
 from kvfs.backend.usrbio_io import Lease, as_file_errors, clear, gather, scatter, split_at_chunks
 from kvfs.backend.usrbio_ring import DaemonDead, Io
 from kvfs.backend.usrbio_session import BOUNCE_BYTES, READ, WRITE, Session
@@ -52,6 +53,7 @@ _PIECE_BYTES = 4 << 20
 _SETTLE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2
 _LOAD_BYTES = 1 << 16
+_NO_SUCH_IOCTL = frozenset({errno.ENOTTY, errno.EINVAL, errno.ENOSYS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +337,7 @@ class ThreefsBackend:
         """As the servers know it, not as this host remembers it."""
         with contextlib.suppress(OSError):
             fcntl.ioctl(file.fd, layout.IOCTL_FORCE_SYNC, bytes(4))
-        return os.fstat(file.fd).st_size
+        return size_of_file(os.fstat(file.fd), file.path)
 
     def load(self, path: str, limit: int) -> bytes:
         flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
@@ -362,6 +364,28 @@ class ThreefsBackend:
 
     def remove_empty(self, path: str) -> bool:
         return self._posix.remove_empty(path)
+
+    def remove_tree(self, path: str, pace: Pace = at_once) -> None:
+        """One call, whatever is in it: the servers remove the rest behind it."""
+        pace(1)
+        above, name = os.path.split(os.path.join(self.root, path))
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                inode = os.fstat(fd).st_ino
+                argument = layout.REMOVAL.pack(inode, os.fsencode(name), True)
+                fcntl.ioctl(fd, layout.IOCTL_REMOVE, argument)
+            except OSError as e:
+                if e.errno not in _NO_SUCH_IOCTL:
+                    raise
+                self._remove_by_link(path)
+            finally:
+                os.close(fd)
+
+    def _remove_by_link(self, path: str) -> None:
+        """As older daemons want it: by the path on the daemon's own mount."""
+        link = os.path.join(mount_of(self.root)[0], layout.REMOVE, secrets.token_hex(8))
+        os.symlink(os.path.join(self.root, path), link)
 
     def replace(self, path: str, data: bytes) -> None:
         self._posix.replace(path, data)

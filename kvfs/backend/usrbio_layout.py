@@ -26,6 +26,8 @@ from uuid import UUID
 
 VIRTUAL = "3fs-virt"
 IOVS = f"{VIRTUAL}/iovs"
+REMOVE = f"{VIRTUAL}/rm-rf"
+"""A link made in it takes what it leads to away, with all below."""
 SHM = "/dev/shm"
 FILE_SYSTEM = "fuse.hf3fs"
 
@@ -45,6 +47,10 @@ FORBID_HOLES = 2
 # Ioctls of any file or directory of the mount, and of the daemon alone: they fail when it is dead.
 IOCTL_VERSION = 0x80046803
 IOCTL_FORCE_SYNC = 0x8004680B
+IOCTL_REMOVE = 0x4110680F
+"""Of the directory above what is to go."""
+REMOVAL = struct.Struct("<Q256s?7x")
+"""Its argument: inode of that directory, name in it, whether with all below."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,27 +280,28 @@ class Collector:
         left = {s.number: s for s in due}
         for directory, segments in whole(self.backend, due, self.store.now_ms()).items():
             self._step()
-            sizes = [self._size(s.path) for s in segments]
             try:
-                for s in segments:
-                    self.store.reader().forget(s.path)
-                self.backend.remove_tree(directory, self._pace.removals.take)
+                there = self._remove_directory(directory, segments)
             except OSError as e:
                 self._result.problems.append(f"{directory}: {e.strerror or e}")
                 continue
-            for s, size in zip(segments, sizes, strict=True):
-                self._result.removed.append(Removed(s.path, size, "dropped"))
-                del left[s.number]
+            self._result.removed += there
             for at in range(0, len(segments), _BATCH):
                 gone = segments[at : at + _BATCH]
                 self.store.index.write(lambda a, gone=gone: _note_gone(a, gone))  # type: ignore[misc]
+            for s in segments:
+                del left[s.number]
         return list(left.values())
 
-    def _size(self, path: str) -> int:
-        try:
-            return self.backend.size(path)
-        except OSError:
-            return 0
+    def _remove_directory(self, directory: str, segments: list[Segment]) -> list[Removed]:
+        """Removes a directory; returns which files of these segments were there."""
+        there = []
+        for s in segments:
+            with contextlib.suppress(FileNotFoundError):
+                there.append(Removed(s.path, self.backend.size(s.path), "dropped"))
+            self.store.reader().forget(s.path)
+        self.backend.remove_tree(directory, self._pace.removals.take)
+        return there
 
     def _remove(self, path: str, reason: str) -> bool:
         """Removes a file; one that is gone already is fine. Says whether it is gone now."""

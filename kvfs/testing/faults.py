@@ -40,7 +40,7 @@ from typing import Any
 
 from kvfs import forking
 from kvfs.backend import Backend, OpenFile, read_into, write_all
-from kvfs.backend.base import Buffer, Memory
+from kvfs.backend.base import Buffer, Memory, Pace, at_once
 
 PAGE = 4096
 
@@ -348,6 +348,14 @@ class FaultyBackend:
         done: bool = self._call("remove_empty", path, lambda _: self.inner.remove_empty(path))
         return done
 
+    def remove_tree(self, path: str, pace: Pace = at_once) -> None:
+        def run(_: int | None) -> None:
+            self.inner.remove_tree(path, pace)
+            if self._undo is not None:
+                self._undo.removed(path)
+
+        self._call("remove_tree", path, run)
+
     def load(self, path: str, limit: int) -> bytes:
         data: bytes = self._call("load", path, lambda _: self.inner.load(path, limit))
         return data
@@ -420,6 +428,11 @@ class _Undo:
     def synced(self, path: str) -> None:
         with self._lock:
             self._files.pop(path, None)
+
+    def removed(self, directory: str) -> None:
+        with self._lock:
+            for path in [p for p in self._files if p.startswith(f"{directory}/")]:
+                del self._files[path]
 
     def crash(self, survive: float, rng: random.Random) -> None:
         with self._lock:

@@ -167,6 +167,24 @@ def test_directories(backend: Backend) -> None:
     assert 0 < free <= total
 
 
+def test_a_tree_goes_as_a_whole(backend: Backend) -> None:
+    for path in ("d/day/a/x", "d/day/a/y", "d/day/b/z", "d/other/w"):
+        new(backend, path, b"1" * 100)
+    (Path(backend.root) / "d/day/link").symlink_to(Path(backend.root) / "d/other")
+    reader = backend.open("d/day/a/x")
+    paces: list[int] = []
+    backend.remove_tree("d/day", paces.append)
+    backend.close(reader)
+    assert backend.names("d") == ["other"] and backend.names("d/other") == ["w"]
+    with pytest.raises(FileNotFoundError):
+        backend.open("d/day/a/x")
+    assert set(paces) == {1}, "each removal waits for its turn"
+    backend.remove_tree("d/day")
+    backend.remove_tree("nothing/at/all")
+    new(backend, "d/day/a/x", b"2")
+    assert backend.names("d/day") == ["a"]
+
+
 def test_many_threads(backend: Backend) -> None:
     data = os.urandom(1 << 20)
     new(backend, "x", data)

@@ -25,6 +25,7 @@ from kvfs.index.schema import CUTS, DROPPED, GONE, LIVE, scan_copies
 from kvfs.repair.fsck import fsck
 from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
+from kvfs.testing.blocks import payloads, small_identity
 from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import START, Clock, Stock, tokens
@@ -352,11 +353,59 @@ def test_a_file_that_cannot_be_removed_is_tried_again(store_dir: Path) -> None:
     stock.clock.now = START + 4 * DAY
     collect(stock)
     stock.clock.now += 61
-    faulty.on("unlink", "seg/*", do=Fail(errno.EACCES))
+    for operation in ("remove_tree", "unlink"):
+        faulty.on(operation, "seg/*", do=Fail(errno.EACCES))
     result = collect(failing)
-    assert len(result.problems) == 1 and states(failing) == [DROPPED] and len(files(stock)) == 1
+    assert len(result.problems) == 2 and states(failing) == [DROPPED] and len(files(stock)) == 1
     assert len(collect(failing).removed) == 1
     stock.close()
+
+
+def operations(backend: FaultyBackend) -> dict[str, int]:
+    return {op: backend.calls.get(op, 0) for op in ("remove_tree", "unlink")}
+
+
+def test_a_day_goes_by_one_call(store_dir: Path) -> None:
+    """However many files and namespaces are in it; on 3FS that is one removal for the servers."""
+    stock = Stock.make(store_dir, segment_bytes=1 << 17)
+    other = stock.store.create_namespace(small_identity(tokenizer="another"))
+    for i in range(12):
+        stock.put(tokens(i, 40), ttl_class="agent")
+    stock.store.put(other, A, payloads(other.hasher(A), other.row_bytes), ttl_class="agent")
+    stock = stock.again()
+    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    watched = stock.another(backend=faulty)
+    stock.clock.now = START + 4 * DAY
+    assert len(collect(watched).dropped) > 4
+    stock.clock.now += 61
+    before = operations(faulty)
+    result = collect(watched)
+    after = operations(faulty)
+    assert len(result.removed) > 4 and result.freed_bytes > 0 and result.problems == []
+    assert after["remove_tree"] - before["remove_tree"] == 1
+    assert files(stock) == [] and os.listdir(stock.full("seg/agent")) == []
+    assert set(states(watched)) == {GONE}
+    stock.close()
+
+
+def test_what_is_not_due_keeps_its_directory(stock: Stock) -> None:
+    """Another namespace's, and one in which lies what this kvfs does not know."""
+    other = stock.store.create_namespace(small_identity(tokenizer="another"))
+    third = stock.store.create_namespace(small_identity(tokenizer="a third"))
+    stock.put(A, ttl_class="agent")
+    for ns in (other, third):
+        stock.store.put(ns, A, payloads(ns.hasher(A), ns.row_bytes), ttl_class="agent")
+    stock = stock.again()
+    stock.clock.now = START + 2 * DAY
+    stock.store.touch(other, A)
+    strange = Path(stock.full(next(p for p in files(stock) if third.name in p))).parent / "x.new"
+    strange.write_bytes(b"mine")
+    stock.clock.now = START + 4 * DAY
+    result = collect(stock, wait=True)
+    assert len(result.removed) == 2 and result.problems == []
+    (left,) = files(stock)
+    assert other.name in left and strange.read_bytes() == b"mine"
+    assert not any(stock.ns.name in str(p) for p in Path(stock.full("seg/agent")).rglob("*"))
 
 
 def test_orphans_go_after_their_own_time(stock: Stock) -> None:
@@ -590,7 +639,7 @@ def test_every_step_can_be_cut_off_and_finished(store_dir: Path) -> None:
     stock = Stock.make(store_dir)
     faulty = FaultyBackend(PosixBackend(str(store_dir)))
     failing = stock.another(backend=faulty)
-    for i, operation in enumerate(("put_new", "writev", "unlink", "load", "size", "remove_empty")):
+    for i, operation in enumerate(("put_new", "writev", "unlink", "load", "size", "remove_tree")):
         for nth in (1, 2):
             prompt = tokens(100 * i + nth, 40)
             stock.put(prompt, ttl_class="agent")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -115,6 +117,36 @@ def test_collected_on_one_host_and_gone_on_the_other(
     Collector(stock.store, sleep=sleep).run(wait=True)
     there.store.catch_up()
     assert there.stored(A) == 0 and there.good(B) == 20
+
+
+@pytest.mark.parametrize("old", [0, 1], ids=["by ioctl", "by a link, as older daemons want it"])
+def test_a_day_of_segments_is_one_removal(hosts: list[Host], tmp_path: Path, old: int) -> None:
+    stock = Stock.make(hosts[0].point / "kv", extent=None, segment_bytes=4 * CHUNK)
+    there = second(stock, hosts[1], tmp_path)
+    hosts[0].set(old=old)
+    for i in range(24):
+        stock.put(tokens(100 + i, 80), ttl_class="agent")
+    stock.clock.now += 4 * 86400
+    stock.put(B)
+    there.store.catch_up()
+    begun = there.store.backend.open(there.store.index.segments()[0].path)
+
+    def sleep(seconds: float) -> None:
+        stock.clock.now += seconds
+
+    result = Collector(stock.store, sleep=sleep).run(wait=True)
+    assert result.problems == [] and len(result.removed) >= 12
+    assert stock.store.backend.names("seg/agent") == []
+    assert not any((hosts[1].backing / "kv/seg/agent").iterdir())
+    # Whoever has a file open there reads on until the servers have removed its chunks.
+    page = bytearray(4096)
+    assert read_into(there.store.backend, begun, [memoryview(page)], 0) == 4096
+    there.store.backend.close(begun)
+    stock.close()
+    hosts[0].end(signal.SIGTERM)
+    totals = ast.literal_eval(hosts[0].said.removeprefix("totals "))
+    # Beside it there are the lease and a few small files that were replaced.
+    assert totals["removals"] < len(result.removed), totals
 
 
 @pytest.mark.parametrize("knobs", [

@@ -188,7 +188,17 @@ class Daemon:
         path = os.path.normpath(target)
         if not path.startswith(f"{self.point}/"):
             raise Errno(errno.EINVAL)
-        shutil.rmtree(os.path.join(self.backing, os.path.relpath(path, self.point)))
+        self._remove_all(os.path.join(self.backing, os.path.relpath(path, self.point)))
+
+    def _remove_all(self, path: str) -> None:
+        """One removal for whoever asked. What is open in it is as gone as what was unlinked."""
+        self.rings.totals["removals"] += 1
+        for _, _, files, fd in os.fwalk(path):
+            for name in files:
+                st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                if st.st_nlink == 1:
+                    self.nodes.unlinked(st.st_ino)
+        shutil.rmtree(path)
 
     def mkdir(self, r: Request, data: bytes) -> bytes:
         (mode,), name = struct.unpack_from("<I", data), _names(data[8:])[0]
@@ -205,6 +215,7 @@ class Daemon:
         fd = self._real(r.node)
         st = os.stat(name, dir_fd=fd, follow_symlinks=False)
         os.unlink(name, dir_fd=fd)
+        self.rings.totals["removals"] += 1
         if st.st_nlink == 1:
             self.nodes.unlinked(st.st_ino)
         return b""
@@ -217,7 +228,7 @@ class Daemon:
         old, new = _names(data)[:2]
         source = self._real(r.node)
         if parent == RMRF:
-            shutil.rmtree(os.path.join(os.readlink(f"/proc/self/fd/{source}"), old))
+            self._remove_all(os.path.join(os.readlink(f"/proc/self/fd/{source}"), old))
             return b""
         os.rename(old, new, src_dir_fd=source, dst_dir_fd=self._real(parent))
         return b""
@@ -339,10 +350,15 @@ class Daemon:
         return b""
 
     def _remove(self, r: Request, data: bytes) -> bytes:
-        name, recursive = _names(data[8:264])[0], data[264]
+        if self.rings.knobs["old"]:
+            raise Errno(errno.ENOTTY)
+        parent, raw, recursive = layout.REMOVAL.unpack(data)
+        if parent != r.node:
+            raise Errno(errno.EINVAL)
+        name = _names(raw)[0]
         path = os.path.join(os.readlink(self.nodes[r.node].path), name)
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path) if recursive else os.rmdir(path)
+            self._remove_all(path) if recursive else os.rmdir(path)
         else:
             os.unlink(path)
         self.connection.forget_entry(r.node, name)

@@ -146,9 +146,11 @@ class Rings:
         self.file = file
         self.knobs: dict[str, float] = {
             "delay_ms": 0, "fail_every": 0, "fail_errno": errno.EIO, "short_every": 0,
-            "drop_every": 0, "late_ms": 0, "gc_delay_s": 300,
+            "drop_every": 0, "late_ms": 0, "gc_delay_s": 300, "old": 0,
         }  # fmt: skip
-        self.totals = {"batches": 0, "reads": 0, "writes": 0, "bytes": 0, "read_cpu": 0.0}
+        self.totals = {
+            "batches": 0, "reads": 0, "writes": 0, "bytes": 0, "read_cpu": 0.0, "removals": 0,
+        }  # fmt: skip
         self._count = 0
         self._memories: dict[bytes, Shared] = {}
         self._rings: dict[str, ServedRing] = {}
