@@ -29,7 +29,7 @@ MANUAL = {
     block_tokens -- tokens of a block; default 128
     partition -- object with tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size; default: whole
     adapter, salt -- strings; default ""
-    hash -- xxh3-128 (default) or blake3
+    hash -- xxh3-128 (default), blake3, or external where an engine keys the blocks itself
     state -- object with window, backtrack, layers, token_bytes, or null (default)
     """,
     "JSON output": """

@@ -60,7 +60,7 @@ class Folder:
     block: int
     """Number of its first block in the chain."""
     parent: Folder | None
-    """The folder it forks off from; None: it begins with block 0."""
+    """The folder it forks off from; None: it stands at the top, see kvfs.vfs.beginning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ This is a store of LLM KV-cache prefixes, shown as files: {store} ({uuid}).
     000002-<hash>/              another continuation behind block 1, of the same shape
     tokens                      the token ids, a line a block, ten digits each
 
+Where an engine keys its blocks itself there are no token ids, and a stretch whose beginning is not
+stored stands at the top.
+
 Times: mtime is when a block was stored, atime when it was last renewed. What has expired is not
 shown. `getfattr -d FILE` says more of a block: its chain hash, its class, when it expires, and in
 which segment of the store it lies (user.kvfs.segment, .offset, .length).

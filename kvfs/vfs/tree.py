@@ -20,6 +20,7 @@ from kvfs.errors import IndexFault
 from kvfs.namespace import Namespace
 from kvfs.store import Store
 from kvfs.vfs import text
+from kvfs.vfs.beginning import beginnings
 from kvfs.vfs.file import (
     TOKEN_WIDTH,
     BlockContent,
@@ -93,7 +94,7 @@ class Tree:
         return None if ns is None else self._namespace_entry(ns)
 
     def _lookup_in_folder(self, folder: Folder, name: bytes) -> Entry | None:
-        if name == TOKENS:
+        if name == TOKENS and not folder.ns.keyed:
             line = self.where.line(folder, fresh=True)
             return None if line is None else self._tokens_entry(folder, line)
         number = parse_block(name)
@@ -109,18 +110,23 @@ class Tree:
         if named is None:
             return None
         block = named[0]
-        before, onward = (ns.root if block == 0 else None), None
-        if parent is not None:
+        if parent is None:
+            siblings = [p for p in self._beginnings(ns, named[1]) if p.block == block]
+        else:
             line = self.where.line(parent)
             before = None if line is None else line.hash_before(block)
-            onward = None if line is None else line.hash_before(block + 1)
-        if before is None:
-            return None
-        siblings = self._children(ns, before, block, onward)
+            if line is None or before is None:
+                return None
+            siblings = self._children(ns, before, block, line.hash_before(block + 1))
         return next((e for e in self._folders(ns, parent, siblings) if e.name == name), None)
 
+    def _beginnings(self, ns: Namespace, part: bytes = b"") -> list[Piece]:
+        """The runs at the top of a namespace; part: of the hash of the one looked for."""
+        with self.store.index.env().read() as txn:
+            return beginnings(txn, ns, self.store.now_ms(), part[:SHORT_HASH])
+
     def _children(
-        self, ns: Namespace, before: bytes, block: int, onward: bytes | None = None
+        self, ns: Namespace, before: bytes, block: int, onward: bytes | None
     ) -> list[Piece]:
         """The runs that follow a block; onward: the hash that is the main line."""
         with self.store.index.env().read() as txn:
@@ -160,7 +166,7 @@ class Tree:
             return self._folder_listing(directory)
         if isinstance(directory, NamespaceDir):
             ns = directory.ns
-            heads = self._children(ns, ns.root, 0)
+            heads = self._beginnings(ns)
             text_entry = self._text_entry(NAMESPACE_JSON, ns)
             return Listing([Single(text_entry), *map(Single, self._folders(ns, None, heads))])
         spaces = map(self._namespace_entry, self.namespaces().values())
@@ -179,7 +185,9 @@ class Tree:
                 at = number - first
                 number, pieces = next(ahead, (line.end + 1, []))
             parts += self._blocks(folder, stretch, at, count)
-        return Listing([*parts, Single(self._tokens_entry(folder, line))])
+        if not folder.ns.keyed:  # else nobody knows them
+            parts.append(Single(self._tokens_entry(folder, line)))
+        return Listing(parts)
 
     def _blocks(self, folder: Folder, stretch: Stretch, at: int, end: int) -> list[Blocks]:
         if at >= end:
