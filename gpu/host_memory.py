@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,52 @@ class Records:
 
     def __len__(self) -> int:
         return len(self.data)
+
+
+class _Stride(NamedTuple):
+    stride: int
+    row_bytes: int
+
+
+class _Stretch(NamedTuple):
+    block: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    offset: int
+
+
+class Landed:
+    """A ticket whose blocks are all here: records or rows that somebody has read already.
+
+    For Swapper.swap_in, where there is no fetch process. `first`: number of the first block in the
+    prompt.
+    """
+
+    done = held = True
+    reason = ""
+
+    def __init__(
+        self, memory: Any, stride: int, row_bytes: int, blocks: int, *, first: int = 0,
+        stretches: int = 1,
+    ) -> None:  # fmt: skip
+        """memory: a buffer of `blocks` records, `stride` bytes from one to the next, the payload of
+        row_bytes first; stretches: as how many ranges they are shown."""
+        self.ns = _Stride(stride, row_bytes)
+        self.first = first
+        self.wanted = self.good = blocks
+        self._view = memoryview(memory).cast("B")
+        each = max(1, -(-blocks // stretches))
+        self.ranges = [
+            _Stretch(b, min(each, blocks - b), b * stride) for b in range(0, blocks, each)
+        ]
+
+    def wait(self, blocks: int | None = None, timeout: float | None = None) -> int:
+        return self.good
+
+    def payload(self, block: int) -> memoryview:
+        return self._view[(block - self.first) * self.ns.stride :]
+
+    def release(self) -> None:
+        """The memory belongs to whoever made it."""
 
 
 def records_of(ticket: Any, first: int, end: int) -> list[Records]:
@@ -135,6 +181,11 @@ class Arenas:
                 self._pins[key] = Pinned(whole, read_only=whole.readonly, cudart=self._cudart)
             self._users[key] = self._users.get(key, 0) + 1
         return key
+
+    def pinned(self, key: int) -> bool:
+        """Whether the device may read the mapping by itself."""
+        with self._lock:
+            return key in self._pins and self._pins[key].pinned
 
     def leave(self, key: int) -> None:
         with self._lock:

@@ -1,34 +1,29 @@
-"""Ways to get records from host memory into pages, behind one interface, and choosing among them.
+"""Ways to get records from host memory into pages, behind one interface: those that torch has.
 
 pages   one copy for each page: from pinned memory a DMA each, without a kernel on the device
 staged  each stretch of records in one large copy to a buffer on the device; from there one scatter
         for each part of each layer
 direct  a scatter for each part of each layer straight from host memory; for a CPU only
 
-What is best depends on the machine and the layout: `choose` measures on memory of its own at the
-start. A strategy turns a piece of a fetch into work, layer by layer, main KV and indexer of a layer
-one after the other. Stateless; the work runs where its stream runs.
+kvfs.gpu.batched and kvfs.gpu.gather have more, kvfs.gpu.choosing measures which is best. A strategy
+turns a piece of a fetch into work, layer by layer, main KV and indexer of a layer one after the
+other. Stateless; the work runs where its stream runs.
 """
 
 from __future__ import annotations
 
-import ctypes.util
-import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvfs.gpu.host_memory import HostBuffer, Records
-from kvfs.gpu.paged import PagedLayout, Part
-from kvfs.gpu.streams import Device, Stream, Work
+from kvfs.gpu.host_memory import Records
+from kvfs.gpu.paged import PagedLayout, Part, Target
+from kvfs.gpu.streams import Stream, Work
 
 STAGING_BYTES = 64 << 20
 """Most that one piece takes of the device's memory while it is copied."""
-_TRIAL_BYTES, _TRIAL_BLOCKS, _TRIAL_RUNS = 16 << 20, 64, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +33,10 @@ class Piece:
     first: int
     """Number of its first block in the ticket."""
     records: Sequence[Records]
-    pages: Any
-    """int64 [blocks * pages a block], in host memory."""
-    on_device: Any
-    """The same on the device."""
+    targets: Sequence[Target]
+    """For each group of the layout, where they go."""
+    pinned: bool = False
+    """The records lie in memory that the device may read by itself."""
 
 
 class Copy(Work):
@@ -54,6 +49,11 @@ class Copy(Work):
         self.piece = piece
         self.part = part
 
+    @property
+    def target(self) -> Target:
+        """Where its cells go."""
+        return self.piece.targets[self.part.group]
+
 
 class Strategy:
     """See the module docstring."""
@@ -61,6 +61,16 @@ class Strategy:
     name = ""
     staging = False
     """Whether it takes memory on the device, a record for a record."""
+    pinned_only = False
+    """Whether it must not be used with records that are not pinned."""
+
+    def problem(self, layout: PagedLayout) -> str:
+        """Why it cannot be used on this machine, for people; "" if it can."""
+        return ""
+
+    def sms(self, layout: PagedLayout) -> int:
+        """How many of the device's multiprocessors its copies take."""
+        return 0
 
     def begin(self, piece: Piece, layout: PagedLayout, stream: Stream) -> Any:
         """Submits what all layers need; returns what `copy` wants to have."""
@@ -75,13 +85,14 @@ class _PageCopy(Copy):
     __slots__ = ()
 
     def run(self) -> None:
-        part, page = self.part, self.piece.pages.tolist()
-        at, n = 0, part.per_block
+        part, n, at = self.part, self.part.per_block, 0
         for records in self.piece.records:
-            for row in part.cells(records.data):
-                for cell in row.view(n, -1):
-                    part.wide[page[at]].copy_(cell, non_blocking=True)
-                    at += 1
+            target = self.target.cut(at, at + len(records) * n)
+            cells = part.cells(records.data).unflatten(1, (n, -1))
+            which = range(len(target.pages)) if target.chosen is None else target.chosen.tolist()
+            for cell, page in zip(which, target.pages.tolist(), strict=True):
+                part.wide[page].copy_(cells[cell // n, cell % n], non_blocking=True)
+            at += len(records) * n
 
 
 class Pages(Strategy):
@@ -121,12 +132,17 @@ class _StagedCopy(Copy):
         stage, self.stage = self.stage, None  # its memory goes with the last copy out of it
         if stage is None or stage.rows is None:
             raise RuntimeError("its records did not reach the device")
-        self.part.put(self.piece.on_device, self.part.cells(stage.rows))
+        self.part.put(self.target, stage.rows)
 
 
 class Staged(Strategy):
     name = "staged"
     staging = True
+
+    def sms(self, layout: PagedLayout) -> int:
+        if layout.device.type != "cuda":
+            return 0
+        return int(torch.cuda.get_device_properties(layout.device).multi_processor_count)
 
     def begin(self, piece: Piece, layout: PagedLayout, stream: Stream) -> Any:
         stage = _Stage(piece, layout.device)
@@ -144,69 +160,18 @@ class _DirectCopy(Copy):
         part, at = self.part, 0
         for r in self.piece.records:
             n = len(r) * part.per_block
-            part.put(self.piece.pages[at : at + n], part.cells(r.data))
+            part.put(self.target.cut(at, at + n), r.data)
             at += n
 
 
 class Direct(Strategy):
     name = "direct"
 
+    def problem(self, layout: PagedLayout) -> str:
+        return "" if layout.device.type == "cpu" else "pages and records are in different memories"
+
     def copy(self, piece: Piece, part: Part, begun: Any) -> Copy:
         return _DirectCopy(piece, part)
-
-
-def strategies(layout: PagedLayout) -> tuple[Strategy, ...]:
-    """Those that work with a layout's device."""
-    if layout.device.type == "cpu":
-        return Direct(), Pages(), Staged()
-    return Staged(), Pages()
-
-
-# choosing
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen and why. seconds: by strategy, for `trial_bytes`; pinned: the trial's host
-    memory was; found: see `available`."""
-
-    strategy: Strategy
-    seconds: dict[str, float]
-    trial_bytes: int
-    pinned: bool
-    found: dict[str, bool] = field(default_factory=dict)
-
-
-def choose(layout: PagedLayout, device: Device, stride: int) -> Choice:
-    """Measures every strategy on memory of its own and returns the fastest.
-
-    stride: bytes of a record. Takes some tens of milliseconds and a few megabytes on the device.
-    """
-    blocks = max(1, min(_TRIAL_BLOCKS, _TRIAL_BYTES // stride, layout.num_pages))
-    trial, host, stream = layout.scratch(blocks), HostBuffer(blocks * stride), device.stream()
-    try:
-        pages = torch.randperm(blocks * layout.per_block)
-        records = Records(host.tensor().view(blocks, stride), host.view)
-        piece = Piece(0, (records,), pages, pages.to(layout.device))
-        seconds = {s.name: _measure(s, piece, trial, stream) for s in strategies(layout)}
-        best = min(strategies(layout), key=lambda s: seconds[s.name])
-        return Choice(best, seconds, blocks * layout.row_bytes, host.pin.pinned, available())
-    finally:
-        stream.close()
-        host.close()
-
-
-def _measure(strategy: Strategy, piece: Piece, layout: PagedLayout, stream: Stream) -> float:
-    """The least seconds of some runs; infinite if it does not work here."""
-    best = float("inf")
-    for _ in range(_TRIAL_RUNS):
-        start = time.perf_counter()
-        copies = submit(strategy, piece, layout, stream)
-        stream.record().wait()
-        if any(copy.error for copy in copies):
-            return float("inf")
-        best = min(best, time.perf_counter() - start)
-    return best
 
 
 def submit(
@@ -219,21 +184,3 @@ def submit(
     for copy in copies:
         stream.submit(copy)
     return copies
-
-
-def available() -> dict[str, bool]:
-    """What this machine has for copies: looked for, not used unless a strategy above says so."""
-
-    def module(name: str) -> bool:
-        try:
-            return find_spec(name) is not None
-        except (ImportError, ValueError):
-            return False
-
-    return {
-        "cuda": torch.cuda.is_available(),
-        "cuda-python": module("cuda.bindings"),
-        "triton": module("triton"),
-        "nixl": module("nixl"),
-        "gds": os.path.exists("/dev/nvidia-fs0") and ctypes.util.find_library("cufile") is not None,
-    }

@@ -21,19 +21,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from kvfs.errors import ConfigError, InputError
+from kvfs.geometry import PAGE
+from kvfs.gpu.choosing import Choice, choose
 from kvfs.gpu.host_memory import Arenas, records_of
-from kvfs.gpu.paged import PagedLayout
-from kvfs.gpu.strategies import STAGING_BYTES, Choice, Copy, Piece, Strategy, choose
+from kvfs.gpu.paged import PagedLayout, RowLayout, Target, Tensors, target_of
+from kvfs.gpu.strategies import STAGING_BYTES, Copy, Piece, Staged, Strategy
 from kvfs.gpu.streams import Device, Event, Stream, device_of
 from kvfs.gpu.swap_out import SwapOut
-from kvfs.layout import Identity
-from kvfs.record import Shape
 
 log = logging.getLogger(__name__)
 FIRST_PIECE = 32
@@ -49,44 +49,52 @@ class Swapper:
     """
 
     def __init__(
-        self, tensors: Any, identity: Identity, *, strategy: Strategy | None = None,
+        self, tensors: Tensors, row: RowLayout, *,
+        groups: Mapping[tuple[int, str], int] | None = None, strategy: Strategy | None = None,
         device: Device | None = None,
     ) -> None:  # fmt: skip
         """tensors: (layer, part) -> uint8 [pages, page bytes], views of the engine's memory for
-        every span of the identity; strategy: None for the one that measures best; device: None for
-        the one the tensors are on. Raises InputError for tensors that do not fit, and ConfigError
-        if no strategy works.
+        every span of the row; row: an identity; groups: which block table a part goes by, as for
+        PagedLayout; strategy: None for the one that measures best; device: None for the one the
+        tensors are on. Raises InputError for tensors that do not fit, and ConfigError if no
+        strategy works.
         """
-        self.layout = PagedLayout(tensors, identity)
-        self.stride = Shape.of(identity).stride
+        self.layout = PagedLayout(tensors, row, groups)
         self.device = device or device_of(self.layout.parts[0].pages)
         self.choice: Choice | None = None
         """What was measured; None if the strategy was given."""
         if strategy is None:
-            self.choice = choose(self.layout, self.device, self.stride)
+            stride = (row.row_bytes // PAGE + 1) * PAGE  # a record's, or nearly
+            self.choice = choose(self.layout, self.device, stride)
             strategy = self.choice.strategy
-            if self.choice.seconds[strategy.name] == float("inf"):
-                raise ConfigError(f"no way to copy into {self.device.name} works")
+            if strategy is None:
+                why = self.choice.unavailable
+                raise ConfigError(f"no way to copy into {self.device.name} works: {why}")
         self.strategy = strategy
+        self._unpinned = Staged() if strategy.pinned_only else strategy
         self.stream = self.device.stream()
         self.arenas = Arenas()
 
     def swap_in(
-        self, plan: Any, ticket: Any, block_table: Sequence[int], after: Event | None = None
+        self, plan: Any, ticket: Any, block_table: Sequence[Any], after: Event | None = None
     ) -> SwapIn:
         """Begins to copy the blocks of a ticket (kvfs.fetcher.ticket) and returns at once.
 
-        block_table: the pages for the ticket's blocks in order; what is behind its end is not
-        copied. The swap owns the ticket from now on. after: who used the pages before has finished
-        there; None for what the calling thread has enqueued so far.
+        block_table: the pages for the ticket's blocks in order, or a table for each group; what is
+        behind its end is not copied. The swap owns the ticket from now on. after: who used the
+        pages before has finished there; None for what the calling thread has enqueued so far.
         """
         return SwapIn(self, plan, ticket, block_table, after or self.device.fence())
 
     def swap_out(
-        self, block_table: Sequence[int], buffer: Any = None, after: Event | None = None
+        self, block_table: Sequence[Any], buffer: Any = None, after: Event | None = None
     ) -> SwapOut:
         """The mirror: begins to copy blocks out of the pages. See kvfs.gpu.swap_out."""
         return SwapOut(self.layout, self.device, self.stream, block_table, buffer, after)
+
+    def strategy_for(self, *, pinned: bool) -> Strategy:
+        """How records are copied that are pinned, or are not."""
+        return self.strategy if pinned else self._unpinned
 
     def close(self) -> None:
         """Waits for the copies that were enqueued."""
@@ -108,7 +116,7 @@ class SwapIn:
     """
 
     def __init__(
-        self, swapper: Swapper, plan: Any, ticket: Any, block_table: Sequence[int],
+        self, swapper: Swapper, plan: Any, ticket: Any, block_table: Sequence[Any],
         after: Event | None,
     ) -> None:  # fmt: skip
         """For Swapper.swap_in."""
@@ -219,7 +227,7 @@ class SwapIn:
 
     # the thread
 
-    def _run(self, plan: Any, block_table: Sequence[int]) -> None:
+    def _run(self, plan: Any, block_table: Sequence[Any]) -> None:
         for step in (partial(self._swap, plan, block_table), self._settle):
             try:
                 step()
@@ -230,19 +238,18 @@ class SwapIn:
             self._decided.set()
         self._over.set()
 
-    def _swap(self, plan: Any, block_table: Sequence[int]) -> None:
+    def _swap(self, plan: Any, block_table: Sequence[Any]) -> None:
         began = time.thread_time()
         ticket, layout, swapper = self._ticket, self._layout, self._swapper
-        pages = layout.table(block_table)
-        if pages is None or ticket.ns.stride != swapper.stride:
+        tables = layout.tables(block_table)
+        if tables is None or ticket.ns.row_bytes != layout.row_bytes:
             self._reason = "the block table or the namespace does not fit the pages"
             return
         if self._after is not None:
             swapper.stream.wait_for(self._after)
-        on_device = swapper.device.upload(pages, swapper.stream)
-        wanted: int = min(
-            ticket.wanted, plan.hit_blocks - ticket.first, len(pages) // layout.per_block
-        )
+        upload = partial(swapper.device.upload, stream=swapper.stream)
+        targets = [target_of(table, upload) for table in tables]
+        wanted: int = min(ticket.wanted, plan.hit_blocks - ticket.first, layout.blocks(tables))
         self.control_seconds += time.thread_time() - began
         done, more = 0, True
         while done < wanted and more:
@@ -250,12 +257,11 @@ class SwapIn:
             end = self._landed(done, wanted)
             began = time.thread_time()
             while done < end and not self._aborted:
-                piece = self._piece(done, end, pages, on_device)
+                piece = self._piece(done, end, targets)
                 if piece is None:
                     break
-                size = len(piece.pages) // layout.per_block
-                self._enqueue(piece, done + size == wanted)
-                done += size
+                done += sum(map(len, piece.records))
+                self._enqueue(piece, done == wanted)
             self.control_seconds += time.thread_time() - began
             more = more and done >= end and not self._ended(done)
         self._decide(done, wanted)
@@ -272,23 +278,28 @@ class SwapIn:
     def _ended(self, done: int) -> bool:
         return self._aborted or (self._ticket.done and self._ticket.good <= done)
 
-    def _piece(self, first: int, end: int, pages: Any, on_device: Any) -> Piece | None:
+    def _piece(self, first: int, end: int, targets: Sequence[Target]) -> Piece | None:
         """The blocks from `first` on, as many as fit into staging; None if they were lost."""
-        swapper, n = self._swapper, self._layout.per_block
-        if swapper.strategy.staging:
-            end = min(end, first + max(1, STAGING_BYTES // swapper.stride))
+        swapper, ticket = self._swapper, self._ticket
         try:
             if self._arena is None:
-                self._arena = swapper.arenas.use(self._ticket.payload(self._ticket.first))
-            records = records_of(self._ticket, first, end)
+                self._arena = swapper.arenas.use(ticket.payload(ticket.first))
+            pinned = swapper.arenas.pinned(self._arena)
+            if swapper.strategy_for(pinned=pinned).staging:
+                end = min(end, first + max(1, STAGING_BYTES // ticket.ns.stride))
+            records = records_of(ticket, first, end)
         except InputError:
             return None
-        part = slice(first * n, end * n)
-        return Piece(first, records, pages[part], on_device[part])
+        parts = [
+            target.cut(first * group.per_block, end * group.per_block)
+            for target, group in zip(targets, self._layout.groups, strict=True)
+        ]
+        return Piece(first, records, parts, pinned)
 
     def _enqueue(self, piece: Piece, last: bool) -> None:
         """Submits all copies of a piece; of the last one, an event behind each layer."""
-        stream, strategy = self._swapper.stream, self._swapper.strategy
+        stream = self._swapper.stream
+        strategy = self._swapper.strategy_for(pinned=piece.pinned)
         begun = strategy.begin(piece, self._layout, stream)
         for layer, parts in self._layout.layers.items():
             for part in parts:

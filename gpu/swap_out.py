@@ -18,7 +18,7 @@ import torch
 
 from kvfs.errors import InputError
 from kvfs.gpu.host_memory import HostBuffer
-from kvfs.gpu.paged import PagedLayout
+from kvfs.gpu.paged import HOLE, PagedLayout
 from kvfs.gpu.streams import Device, Event, Stream, Work
 from kvfs.put import PutResult
 
@@ -26,7 +26,8 @@ from kvfs.put import PutResult
 class _Gather(Work):
     __slots__ = ("host", "layout", "pages")
 
-    def __init__(self, layout: PagedLayout, pages: Any, host: Any) -> None:
+    def __init__(self, layout: PagedLayout, pages: Sequence[Any], host: Any) -> None:
+        """pages: for each group, int64 [blocks * pages a block] on the device."""
         super().__init__()
         self.layout = layout
         self.pages = pages
@@ -37,7 +38,7 @@ class _Gather(Work):
         # Padding is zero: equal blocks are equal bytes.
         rows = torch.zeros(host.shape, dtype=torch.uint8, device=device)
         for part in self.layout.parts:
-            part.cells(rows).copy_(part.get(self.pages))
+            part.cells(rows).copy_(part.get(self.pages[part.group]))
         host.copy_(rows, non_blocking=True)
 
 
@@ -45,14 +46,16 @@ class SwapOut:
     """See the module docstring. `blocks`: how many; 0 for a block table that does not fit."""
 
     def __init__(
-        self, layout: PagedLayout, device: Device, stream: Stream, block_table: Sequence[int],
+        self, layout: PagedLayout, device: Device, stream: Stream, block_table: Sequence[Any],
         buffer: HostBuffer | None, after: Event | None,
     ) -> None:  # fmt: skip
         """For Swapper.swap_out. buffer: memory to use again; None for new memory, which has to be
         pinned first. after: whoever wrote the pages has finished there; None for what
         the calling thread has enqueued so far."""
-        pages = layout.table(block_table)
-        self.blocks = 0 if pages is None else len(pages) // layout.per_block
+        tables = layout.tables(block_table)
+        if tables is not None and any(int(t.min()) == HOLE for t in tables if len(t)):
+            tables = None  # a row has all its parts
+        self.blocks = 0 if tables is None else layout.blocks(tables)
         size = self.blocks * layout.row_bytes
         self.buffer = buffer if buffer is not None else HostBuffer(size)
         if size > self.buffer.view.nbytes:
@@ -61,9 +64,12 @@ class SwapOut:
         if after is not None:
             stream.wait_for(after)
         self._work: Work = Work()
-        if pages is not None and self.blocks:
+        if tables is not None and self.blocks:
             host = self.buffer.tensor()[:size].view(self.blocks, layout.row_bytes)
-            taken = device.upload(pages[: self.blocks * layout.per_block], stream)
+            taken = [
+                device.upload(pages[: self.blocks * group.per_block], stream)
+                for pages, group in zip(tables, layout.groups, strict=True)
+            ]
             self._work = _Gather(layout, taken, host)
             stream.submit(self._work)
         self._event = stream.record()

@@ -39,11 +39,13 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 # Who alone may import what. "numpy" is missing: it may be used anywhere, but inside functions.
 OWNERS = {
     "click": {"kvfs.cli", "kvfs.testing"},
+    "cuda": {"kvfs.gpu"},
     "hypercorn": {"kvfs.peers"},
     "lmdb": {"kvfs.index"},
     "pyfuse3": {"kvfs.mount"},
     "torch": {"kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
+    "triton": {"kvfs.gpu"},
     "vllm": {"kvfs.connectors"},
     "trio": {"kvfs.fetcher", "kvfs.mount", "kvfs.peers", "kvfs.testing"},
 }

@@ -8,9 +8,11 @@ overwritten at once.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -70,15 +72,70 @@ class FakeStream:
             self.steps.append(step)
 
     def _poison(self, work: Copy) -> bool:
-        work.part.pages[work.piece.pages] = POISON
+        work.part.pages[work.target.pages] = POISON
         return True
 
     def _do(self, work: Work) -> bool:
         if isinstance(work, Copy) and self.device.fails(work):
             work.error = RuntimeError("this copy fails")
-        else:
+            return True
+        _CURRENT.stream = self
+        try:
             work.attempt()
+        finally:
+            _CURRENT.stream = None
         return True
+
+    def soon(self, steps: list[Callable[[], bool]]) -> None:
+        """Steps that come before what was submitted behind the work that runs now."""
+        with self.device.lock:
+            self.steps.extendleft(steps)
+
+
+_CURRENT = threading.local()
+
+
+class FakeCopies:
+    """Stands for the CUDA runtime: copies what lies at the addresses it is given.
+
+    Called by work of a FakeStream it only enqueues, a copy a step and in any order; elsewhere it
+    copies at once.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def problem(self, call: str) -> str:
+        return ""
+
+    def attribute(self, number: int, device: int) -> int:
+        return 1
+
+    def batch(self, sources: Any, targets: Any, size: int) -> None:
+        assert sources.dtype == targets.dtype == "uint64"
+        self._copy(list(zip(sources.tolist(), targets.tolist(), strict=True)), size)
+
+    def rectangle(
+        self, source: int, source_pitch: int, target: int, target_pitch: int, size: int, rows: int
+    ) -> None:
+        assert source_pitch >= size <= target_pitch < 1 << 31
+        both = [(source + i * source_pitch, target + i * target_pitch) for i in range(rows)]
+        self._copy(both, size)
+
+    def _copy(self, both: list[tuple[int, int]], size: int) -> None:
+        self.calls += 1
+        stream = getattr(_CURRENT, "stream", None)
+        if stream is None:
+            for source, target in both:
+                ctypes.memmove(target, source, size)
+            return
+        stream.device.random.shuffle(both)
+        stream.soon([partial(_moved, target, source, size) for source, target in both])
+
+
+def _moved(target: int, source: int, size: int) -> bool:
+    ctypes.memmove(target, source, size)
+    return True
 
 
 class FakeDevice(CpuDevice):
@@ -98,9 +155,12 @@ class FakeDevice(CpuDevice):
         """One step of one stream; False if none can go on."""
         with self.lock:
             for stream in self.random.sample(self.streams, len(self.streams)):
-                if stream.steps and stream.steps[0]():
-                    stream.steps.popleft()
+                if not stream.steps:
+                    continue
+                step = stream.steps.popleft()
+                if step():
                     return True
+                stream.steps.appendleft(step)
         return False
 
     def drain(self) -> None:

@@ -13,11 +13,12 @@ import torch
 
 from kvfs import Store
 from kvfs.arena import Arena
-from kvfs.errors import InputError
+from kvfs.errors import ConfigError, InputError
 from kvfs.fetcher import launch
+from kvfs.gpu.choosing import choose, strategies
+from kvfs.gpu.found import look
 from kvfs.gpu.host_memory import Arenas, HostBuffer, Pinned, address_of
 from kvfs.gpu.paged import PagedLayout
-from kvfs.gpu.strategies import available, choose, strategies
 from kvfs.gpu.streams import CpuDevice
 from kvfs.gpu.swap_in import Swapper
 from kvfs.record import Shape
@@ -98,8 +99,10 @@ def test_arenas_are_pinned_once_and_let_go_when_replaced() -> None:
 def test_the_fastest_is_chosen() -> None:
     layout = PagedLayout(fakes.pages(IDENTITY, 16), IDENTITY)
     choice = choose(layout, CpuDevice(), Shape.of(IDENTITY).stride)
-    assert set(choice.seconds) == {s.name for s in strategies(layout)}
-    assert choice.seconds[choice.strategy.name] == min(choice.seconds.values()) < 10
+    assert set(choice.seconds) == {"direct", "staged", "pages"}
+    assert choice.seconds[choice.strategy.name] == min(choice.seconds.values())
+    assert set(choice.unavailable) == {"batch", "strided", "gather"}
+    assert all(choice.unavailable.values())
     assert choice.pinned == torch.cuda.is_available()
 
 
@@ -108,13 +111,23 @@ def test_what_does_not_work_is_never_chosen() -> None:
     device = fakes.FakeDevice(Random(0), fails=lambda copy: type(copy).__name__ != "_StagedCopy")
     choice = choose(layout, device, Shape.of(IDENTITY).stride)
     assert choice.strategy.name == "staged"
-    assert choice.seconds["pages"] == choice.seconds["direct"] == float("inf")
+    assert set(choice.seconds) == {"staged"}
+    assert {"pages", "direct"} < set(choice.unavailable)
+    assert "this copy fails" in choice.unavailable["direct"]
+
+
+def test_where_nothing_works_there_is_no_swapper() -> None:
+    device = fakes.FakeDevice(Random(0), fails=lambda copy: True)
+    with pytest.raises(ConfigError, match="this copy fails"):
+        Swapper(fakes.pages(IDENTITY, 16), IDENTITY, device=device)
 
 
 def test_what_is_there_is_looked_for() -> None:
-    found = available()
-    assert set(found) == {"cuda", "cuda-python", "triton", "nixl", "gds"}
-    assert found["cuda"] == torch.cuda.is_available()
+    found = look()
+    names = [each.name for each in found]
+    assert names == ["cuda", "cudart", "torch", "triton", "cuda-python", "nixl", "gds"]
+    assert dict(zip(names, found, strict=True))["torch"].there
+    assert all(each.text for each in found)
 
 
 @pytest.mark.parametrize("sizes", [(96, 40), (97, 41), (98, 42), (100, 44)])

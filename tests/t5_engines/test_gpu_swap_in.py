@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfs.errors import InputError
+from kvfs.gpu.batched import Batch, Strided
 from kvfs.gpu.strategies import Direct, Pages, Staged, Strategy
 from kvfs.gpu.streams import CpuDevice, CpuEvent
 from kvfs.gpu.swap_in import SwapIn, Swapper
 
-STRATEGIES = (Direct(), Pages(), Staged())
+COPIES = fakes.FakeCopies()
+STRATEGIES = (Direct(), Pages(), Staged(), Batch(COPIES), Strided(COPIES))
 IDENTITY = fakes.identity()
 LAYERS = sorted({s.layer for s in IDENTITY.spans})
 
