@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvfs.connectors.vllm_identity import digest_files
+from kvfs.connectors.digests import digest_files
 
 _FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
 

@@ -1,9 +1,8 @@
 """What shapes the KV of a vLLM worker besides its layout: weights, configuration, code and rank.
 
 A model's name is never enough of an identity: the same directory may hold other weights tomorrow.
-Of a model hub the commit counts, of a local directory a digest over every byte of its weights. Such
-a digest is computed once for a file and kept beside the index, until the file's size, times or
-inode change.
+Of a model hub the commit counts, of a local directory a digest over every byte of its weights
+(kvfs.connectors.digests).
 
 No vLLM is imported here; its configuration objects are looked at by attribute.
 """
@@ -12,32 +11,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from kvfs.connectors.digests import COMMIT, WEIGHTS, digest_files
 from kvfs.connectors.vllm_layout import Layout
 from kvfs.connectors.vllm_settings import Settings
 from kvfs.errors import InputError
 from kvfs.layout import Identity, Partition, Span
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
     "tokenizer_config.json", "*.tiktoken",
 )  # fmt: skip
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_CHUNK = 8 << 20
-_THREADS = 4
-# A file changed within its clock's grain may change again without a trace.
-_RACY_SECONDS = 2.0
 # Of the configuration, what says where it came from or how it is run, not what is computed.
 _NO_PART = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "use_cache", "return_dict",
@@ -121,11 +110,11 @@ def find_weights(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
         return f"dummy:{model.seed}"
     path = Path(str(model.model))
     if path.exists():
-        found = digest_files(path, _WEIGHTS, cache)
+        found = digest_files(path, WEIGHTS, cache)
         if found:
             return found
     for commit in (getattr(model.hf_config, "_commit_hash", None), model.revision):
-        if commit and _COMMIT.fullmatch(str(commit)):
+        if commit and COMMIT.fullmatch(str(commit)):
             return f"{model.model}@{commit}"
     raise InputError(
         f"the revision of the weights of {model.model} cannot be told: give `weights` in "
@@ -143,7 +132,7 @@ def tier_identity(
     """
     config = spec.config
     path, parallel = Path(config.model.name), config.parallel
-    weights = settings.weights or (digest_files(path, _WEIGHTS, cache) if path.exists() else "")
+    weights = settings.weights or (digest_files(path, WEIGHTS, cache) if path.exists() else "")
     if not weights:
         raise InputError(
             f"the revision of the weights of {config.model.name} cannot be told: give `weights` "
@@ -172,56 +161,3 @@ def find_tokenizer(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
     model = vllm_config.model_config
     path = Path(str(getattr(model, "tokenizer", None) or model.model))
     return (digest_files(path, _TOKENIZER, cache) if path.exists() else "") or "none"
-
-
-def digest_files(path: Path, patterns: tuple[str, ...], cache: str | os.PathLike[str]) -> str:
-    """A digest over the names and bytes of a directory's files, or of one file; "" for none.
-
-    Raises InputError if one cannot be read.
-    """
-    files = [path] if path.is_file() else sorted({f for p in patterns for f in path.glob(p)})
-    if not files:
-        return ""
-    try:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            digests = list(pool.map(lambda f: _digest_file(f, Path(cache)), files))
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror}") from e
-    names = json.dumps([[f.name, d] for f, d in zip(files, digests, strict=True)])
-    return f"xxh3:{xxhash.xxh3_128(names.encode()).hexdigest()}"
-
-
-def _digest_file(path: Path, cache: Path) -> str:
-    real = path.resolve()
-    stat = real.stat()
-    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
-    note = cache / f"{blake2b(os.fsencode(real), digest_size=16).hexdigest()}.json"
-    try:
-        kept = json.loads(note.read_text())
-        if kept["state"] == state:
-            return str(kept["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    digest = xxhash.xxh3_128()
-    for chunk in _chunks(real):
-        digest.update(chunk)
-    if time.time() - stat.st_mtime > _RACY_SECONDS:
-        _keep(note, {"state": state, "digest": digest.hexdigest()})
-    return digest.hexdigest()
-
-
-def _chunks(path: Path) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while n := file.readinto(buffer):
-            yield buffer[:n]
-
-
-def _keep(note: Path, data: dict[str, Any]) -> None:
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        scratch = note.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(json.dumps(data))
-        scratch.replace(note)
-    except OSError:
-        pass  # computed again the next time

@@ -1,15 +1,15 @@
 """What a user may say about kvfs in vLLM's `kv_connector_extra_config`, checked at the start.
 
-Plain data, no I/O; needs neither vLLM nor torch. A key that is unknown or of the wrong type is a
-mistake that would stay unnoticed for as long as the cache merely does not work, so it is refused.
+Plain data, no I/O; needs neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from kvfs.connectors.settings import parse
 from kvfs.errors import InputError
 
 
@@ -56,18 +56,4 @@ class Settings:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
         """The settings of a mapping. Raises InputError for what is unknown, ill-typed or absent."""
-        kinds = {f.name: f.type for f in fields(cls)}
-        unknown = sorted(set(given) - set(kinds))
-        if unknown:
-            raise InputError(f"unknown setting {', '.join(unknown)}; known are {', '.join(kinds)}")
-        if "store" not in given:
-            raise InputError("kv_connector_extra_config needs `store`, the store's directory")
-        return cls(**{name: _typed(name, str(kinds[name]), v) for name, v in given.items()})
-
-
-def _typed(name: str, kind: str, value: Any) -> Any:
-    if kind == "float" and type(value) in (int, float):
-        return float(value)
-    if type(value).__name__ != kind:
-        raise InputError(f"setting {name} must be of type {kind}, not {type(value).__name__}")
-    return value
+        return parse(cls, given, "kv_connector_extra_config")
