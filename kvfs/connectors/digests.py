@@ -1,4 +1,4 @@
-"""Digests over files that shape a KV cache: weights, tokenizers, adapters.
+"""What shapes a KV cache besides its layout: weights, tokenizers, adapters, the configuration.
 
 A name is never enough of an identity: the same directory may hold other weights tomorrow. A digest
 is computed once for a file and kept, beside the index, until the file's size, times or inode
@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +25,11 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 """Names of files that hold weights."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """What a revision on a model hub is when it cannot move."""
+# Of the configuration, what says where it came from or how it is run, not what is computed.
+_NO_PART = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "use_cache", "return_dict",
+     "output_attentions", "output_hidden_states", "torch_dtype", "dtype"}
+)  # fmt: skip
 _CHUNK = 8 << 20
 _THREADS = 4
 # A file changed within its clock's grain may change again without a trace.
@@ -82,3 +87,19 @@ def _keep(note: Path, data: dict[str, Any]) -> None:
         scratch.replace(note)
     except OSError:
         pass  # computed again the next time
+
+
+def stretches(value: Any) -> bool:
+    """A model's configuration has RoPE that is stretched by the longest prompt, so its KV depends
+    on what the engine was started for."""
+    if isinstance(value, Mapping):
+        kinds = {value.get("rope_type"), value.get("type")}
+        return bool(kinds & {"dynamic", "longrope", "su"}) or any(map(stretches, value.values()))
+    return False
+
+
+def shaping(value: Any) -> Any:
+    """What of a model's configuration (`to_dict`) may shape its KV."""
+    if isinstance(value, Mapping):
+        return {str(k): shaping(v) for k, v in value.items() if k not in _NO_PART}
+    return [shaping(v) for v in value] if isinstance(value, list | tuple) else value

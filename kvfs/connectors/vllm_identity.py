@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvfs.connectors.digests import COMMIT, WEIGHTS, digest_files
+from kvfs.connectors.digests import COMMIT, WEIGHTS, digest_files, shaping, stretches
 from kvfs.connectors.vllm_layout import Layout
 from kvfs.connectors.vllm_settings import Settings
 from kvfs.errors import InputError
@@ -26,11 +25,6 @@ from kvfs.layout import Identity, Partition, Span
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
     "tokenizer_config.json", "*.tiktoken",
-)  # fmt: skip
-# Of the configuration, what says where it came from or how it is run, not what is computed.
-_NO_PART = frozenset(
-    {"_name_or_path", "_commit_hash", "transformers_version", "use_cache", "return_dict",
-     "output_attentions", "output_hidden_states", "torch_dtype", "dtype"}
 )  # fmt: skip
 
 
@@ -71,28 +65,15 @@ def config_digest(vllm_config: Any) -> str:
     """16 hex digits over what shapes the KV in the configuration of model and engine."""
     model = vllm_config.model_config
     facts: dict[str, Any] = {
-        "hf": _shaping(model.hf_config.to_dict()),
+        "hf": shaping(model.hf_config.to_dict()),
         "quantization": _plain(getattr(model, "quantization", None)),
         "scales": bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
     }
-    if _stretches(facts["hf"]):
+    if stretches(facts["hf"]):
         # vLLM derives such a RoPE from the longest prompt it was started for.
         facts["max_model_len"] = model.max_model_len
     data = json.dumps(facts, sort_keys=True, default=str)
     return blake2b(data.encode(), digest_size=8).hexdigest()
-
-
-def _stretches(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        kinds = {value.get("rope_type"), value.get("type")}
-        return bool(kinds & {"dynamic", "longrope", "su"}) or any(map(_stretches, value.values()))
-    return False
-
-
-def _shaping(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _shaping(v) for k, v in value.items() if k not in _NO_PART}
-    return [_shaping(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: object) -> str:
