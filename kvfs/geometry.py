@@ -43,6 +43,12 @@ class Geometry:
         extent, index = divmod(slot - self.in_first, self.in_extent)
         return (extent + 1) * self.extent + index * self.stride
 
+    def room(self, count: int) -> int:
+        """Bytes that a run of so many records takes: whole extents where each begins its own."""
+        if self.first < self.extent:
+            return count * self.stride
+        return -(-count // self.in_extent) * self.extent
+
     def next_extent(self, slot: int) -> int:
         """The first slot of an extent, from this one on."""
         if slot <= self.in_first:

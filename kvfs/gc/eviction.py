@@ -12,7 +12,7 @@ store once, some microseconds per thousand.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -65,14 +65,14 @@ def _holders(runs: list[Run]) -> dict[tuple[int, bytes], bytes]:
 
 
 def choose(
-    ordered: list[tuple[int, Run]], strides: dict[int, int], need: int
+    ordered: Iterable[tuple[int, Run]], room: Callable[[Run], int], need: int
 ) -> Iterator[tuple[int, Run]]:
-    """The runs that have to go for `need` bytes. strides: namespace number -> bytes of a record."""
+    """The runs that have to go for `need` bytes. room: bytes that one takes."""
     for used, run in ordered:
         if need <= 0:
             return
         yield used, run
-        need -= run.count * strides[run.ns]
+        need -= room(run)
 
 
 def evict(store: Store, chosen: list[Run], now_ms: int) -> list[Run]:

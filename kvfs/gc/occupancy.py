@@ -22,12 +22,10 @@ class Occupied:
     """Those that must not go: visible, not expired."""
 
     @property
-    def blocks(self) -> int:
-        return sum(run.count for run in self.runs)
-
-    @property
     def live_bytes(self) -> int:
-        return self.blocks * self.segment.geometry.stride
+        """Room that the runs take, here or wherever they are copied: where each begins an extent of
+        its own, what it leaves of its last one is no more to be won than the rest."""
+        return sum(map(self.segment.geometry.room, (run.count for run in self.runs)))
 
     @property
     def share(self) -> float:

@@ -162,11 +162,18 @@ class Reclaim:
 
     def _evict(self, scope: Scope, need: int, done: Reclaimed) -> None:
         now_ms = self.expiry.now_ms
-        strides = {number: self._namespaces[number].stride for number in scope.numbers}
-        chosen = list(choose(by_use(self.store, scope.numbers, now_ms), strides, need))
         # A dry run before it may have chosen some already.
-        here = {(r.ns, r.head) for s in self._segments for r in s.runs}
-        runs = [run for _, run in chosen if (run.ns, run.head) in here]
+        places = {
+            (r.ns, r.head): s.segment.geometry for s in self._segments for r in s.runs
+        }  # fmt: skip
+
+        def room(run: Run) -> int:
+            return places[run.ns, run.head].room(run.count)
+
+        ordered = by_use(self.store, scope.numbers, now_ms)
+        here = [(used, run) for used, run in ordered if (run.ns, run.head) in places]
+        chosen = list(choose(here, room, need))
+        runs = [run for _, run in chosen]
         if not self.dry_run:
             self.step()
             runs = evict(self.store, runs, now_ms)
@@ -175,7 +182,7 @@ class Reclaim:
             mine = [r for r in runs if r.ns == number]
             if mine:
                 blocks = sum(r.count for r in mine)
-                name, size = self._namespaces[number].name, blocks * strides[number]
+                name, size = self._namespaces[number].name, sum(map(room, mine))
                 done.evicted.append(Evicted(name, len(mine), blocks, size, now_ms - latest))
         self._segments = [_without(s, runs) for s in self._segments]
 

@@ -19,6 +19,7 @@ from kvfs.backend.threefs import ThreefsBackend
 from kvfs.errors import ConfigError
 from kvfs.gc.collector import Collector
 from kvfs.index.place import require_local
+from kvfs.limits import Limits
 from kvfs.repair.fsck import fsck
 from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
@@ -117,6 +118,27 @@ def test_collected_on_one_host_and_gone_on_the_other(
     Collector(stock.store, sleep=sleep).run(wait=True)
     there.store.catch_up()
     assert there.stored(A) == 0 and there.good(B) == 20
+
+
+def test_room_that_runs_leave_unused_is_not_cleaned_for(hosts: list[Host]) -> None:
+    """Each run has whole chunks, so that copies of short ones would take as much again."""
+    stock = Stock.make(hosts[0].point / "kv", extent=None, segment_bytes=16 * CHUNK)
+    for i in range(30):
+        stock.clock.now += 1
+        stock.put(tokens(100 + i, 20))  # 5 of the 16 blocks that a chunk holds
+    stock = stock.again()
+    result = Collector(stock.store).run().reclaimed
+    assert result.live_bytes == 30 * CHUNK and result.cleaned == []
+    Limits(capacity_bytes=int(result.used_bytes / 1.5)).save(stock.store.backend)
+    for _ in range(3):
+        stock.clock.now += 100
+        result = Collector(stock.store).run().reclaimed
+    assert result.used_bytes < Limits.load(stock.store.backend).capacity_bytes  # type: ignore[operator]
+    found = [stock.stored(tokens(100 + i, 20)) for i in range(30)]
+    gone = found.count(0)
+    assert 10 <= gone <= 25 and found == [0] * gone + [5] * (30 - gone)
+    assert result.cleaned == [], "the pass before has made the room"
+    stock.close()
 
 
 @pytest.mark.parametrize("old", [0, 1], ids=["by ioctl", "by a link, as older daemons want it"])
