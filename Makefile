@@ -19,7 +19,7 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-gluster test-threefs test-vllm test-engines test-gpu lint format bench man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-gluster test-threefs test-vllm test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -99,6 +99,13 @@ format: $(VENV)/.lint ## let ruff format the code and sort the imports
 bench: $(VENV)/.core ## the figures of docs/benchmarks.md, with their limits: BENCH_ARGS='check --json'
 	$(VENV)/bin/kvctl bench $(BENCH_ARGS)
 
+# Each peer has an environment of its own in .venv-peers; one that cannot be made is in the report.
+bench-peers: $(VENV)/.core ## kvfs beside what it is an alternative to, in one run: BENCH_ARGS='--quick --json'
+	command -v redis-server >/dev/null || { apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+	        redis-server >/dev/null; } || true
+	$(PY) -m kvfs.bench.peers --install $(BENCH_ARGS)
+
 man: $(VENV)/.core ## write man/*.1 from the commands
 	$(PY) -m kvfs.cli.manpage man
 
@@ -131,4 +138,4 @@ clean: ## remove builds and caches, keep .venv
 	find kvfs cli gpu tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-peers
