@@ -60,15 +60,21 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def notes(rows: Iterable[Row]) -> list[str]:
-    """What the lines of the table stand for, and figures that are not times."""
+    """What the lines of the table stand for, and further figures."""
     out = []
     for row in rows:
         beside = f"; beside: {row.reference}" if row.reference else ""
         out.append(f"{row.name}: {row.what}{beside}; median of {row.samples}")
         for name, value in row.figures.items():
             limit = f", at most {row.limits[name]:,.0f}" if name in row.limits else ""
-            out.append(f"{row.name}: {name.replace('_', ' ')} {value:,.1f}{limit}")
+            out.append(f"{row.name}: {_figure(name, value)}{limit}")
     return out
+
+
+def _figure(name: str, value: float) -> str:
+    if name.endswith("_seconds"):
+        return f"{name.removesuffix('_seconds').replace('_', ' ')} {duration(value)}"
+    return f"{name.replace('_', ' ')} {value:,.{1 if value >= 10 else 2}f}"
 
 
 def _ratio(value: float | None) -> str:

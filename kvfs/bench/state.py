@@ -1,8 +1,8 @@
 """PULL: a slot of DeepSeek-V4.1-Flash from another process, over a link between two namespaces.
 
-Beside it, in turns: the same bytes over the same link by plain TCP, on a connection that is open,
-into the same memory, looked at by nobody. Where this machine lets us make no network namespaces,
-both go over the loopback device, which the row says.
+Beside it, in turns: the same bytes over the same link by plain TCP, asked for with as long a
+request on a connection that is kept, too, into memory, looked at by nobody. Where this machine lets
+us make no network namespaces, both go over the loopback device, which the row says.
 """
 
 from __future__ import annotations
@@ -136,8 +136,10 @@ class _Pull:
 
 class _Plain:
     def __init__(self, link: _Link) -> None:
+        from kvfs.bench import state_host
         from kvfs.peers.wire import split_address
 
+        self._request = bytes(state_host.REQUEST_BYTES)
         self._socket = socket.create_connection(split_address(link.plain), SECONDS)
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -145,7 +147,7 @@ class _Plain:
 
     def once(self) -> float:
         start = time.perf_counter()
-        self._socket.sendall(b"x")
+        self._socket.sendall(self._request)
         done = 0
         while done < len(self._into):
             done += self._socket.recv_into(self._into[done:])

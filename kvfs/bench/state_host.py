@@ -3,7 +3,8 @@
     python -m kvfs.bench.state_host IP DIRECTORY
 
 Prints a JSON object: slots (address of the server of slots), plain (address of a server that
-answers each byte with the bytes of a slot, and nothing else). Ends when its standard input does.
+answers REQUEST_BYTES with the bytes of a slot, and does nothing else). Ends when its standard input
+does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from kvfs.state.slot import Anchor
 from kvfs.state.slots import SlotPool
 
 SECRET = Secret(b"for measuring, between two processes of one machine")
+REQUEST_BYTES = 302
+"""As long as the request for a slot."""
 ANCHOR = Anchor(b"anchor of a slot", 130_816, b"and its lineage.")
 
 
@@ -61,7 +64,7 @@ def _send_plainly(listener: socket.socket, data: bytes) -> None:
 def _send_to(connection: socket.socket, data: bytes) -> None:
     with connection, contextlib.suppress(ConnectionError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while connection.recv(1):
+        while connection.recv(REQUEST_BYTES, socket.MSG_WAITALL):
             connection.sendall(data)
 
 

@@ -74,9 +74,7 @@ class SlotApp:
         self.busy = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-        elif scope["type"] == "http":
+        if scope["type"] == "http":
             await self._http(scope, receive, send)
         else:
             await send({"type": "websocket.close"})
@@ -242,14 +240,6 @@ class SlotApp:
             head.append((b"retry-after", b"1"))
         await send({"type": "http.response.start", "status": reply.status, "headers": head})
         await send({"type": "http.response.body", "body": reply.body})
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 def _may_have_body(scope: Message) -> bool:

@@ -15,14 +15,14 @@ import logging
 import resource
 import socket
 import threading
-from typing import Any
+from functools import partial
 
 import trio
 from hypercorn.config import Config
-from hypercorn.trio import serve
 
 from kvfs.errors import BackendError, ConfigError
 from kvfs.peers.app import SlotApp
+from kvfs.peers.connection import Connections
 from kvfs.peers.pools import Pools
 from kvfs.peers.wire import MAX_HEAD, join_address, split_address
 
@@ -32,6 +32,7 @@ IDLE_SECONDS = 30.0
 STUCK_SECONDS = 10.0
 """How long a peer may take nothing of what was sent, or send nothing of what it announced."""
 STOP_SECONDS = 2.0
+_TIDY_SECONDS = 1.0
 _BACKLOG = 1024
 _FILES = 65536
 
@@ -92,24 +93,25 @@ class SlotServer:
 
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._let_go)
-            app: Any = self.app
-            await nursery.start(self._serve, app)
-            self._started.set()
-            await self._ended.wait()
-            # hypercorn ends by itself, see _serve; the rest with it.
-
-    async def _serve(self, app: Any, task_status: Any) -> None:
-        config = _config(self._listener, self._idle)
-        await serve(
-            app, config, shutdown_trigger=self._ended.wait, task_status=task_status, mode="asgi"
-        )
-
-    async def _let_go(self) -> None:
-        while not self._ended.is_set():
-            with trio.move_on_after(1.0):
+        connections = Connections(self.app, _config(self._idle))
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener.dup()))
+        async with trio.open_nursery() as under_way:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._tidy, connections)
+                listening = partial(
+                    trio.serve_listeners, connections.serve, handler_nursery=under_way
+                )
+                await nursery.start(listening, [listener])
+                self._started.set()
                 await self._ended.wait()
+                nursery.cancel_scope.cancel()
+            under_way.cancel_scope.deadline = trio.current_time() + STOP_SECONDS
+            await connections.leave()
+
+    async def _tidy(self, connections: Connections) -> None:
+        while True:
+            await trio.sleep(_TIDY_SECONDS)
+            await connections.close_idle()
             self.pools.let_go()
 
 
@@ -149,14 +151,10 @@ def address_of(listener: socket.socket) -> str:
     return join_address(*listener.getsockname()[:2])
 
 
-def _config(listener: socket.socket, idle: float) -> Config:
+def _config(idle: float) -> Config:
     config = Config()
-    config.bind = [f"fd://{listener.dup().detach()}"]  # which hypercorn closes
-    config.backlog = _BACKLOG
     config.accesslog = config.errorlog = None
     config.loglevel = "CRITICAL"  # it logs what strangers send; the application counts
-    config.graceful_timeout = STOP_SECONDS
-    config.shutdown_timeout = config.startup_timeout = STOP_SECONDS
     config.keep_alive_timeout = idle
     config.keep_alive_max_requests = 1 << 62
     config.read_timeout = None
