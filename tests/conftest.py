@@ -120,6 +120,23 @@ def expect_logs(request: pytest.FixtureRequest) -> Iterator[ExpectLogs]:
     assert not faults, "kvfs logged:\n  " + "\n  ".join(faults)
 
 
+# the backend that stores are on
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With KVFS_TEST_BACKEND=3fs only those tests are of interest that have a store on it."""
+    if os.environ.get("KVFS_TEST_BACKEND") != "3fs":
+        return
+    kept = [i for i in items if _on_3fs(i)]
+    config.hook.pytest_deselected(items=[i for i in items if not _on_3fs(i)])
+    items[:] = kept
+
+
+def _on_3fs(item: pytest.Item) -> bool:
+    fixtures = {"store_dir", "quick_store"} & set(getattr(item, "fixturenames", ()))
+    return bool(fixtures) and item.get_closest_marker("posix") is None
+
+
 # places
 
 
@@ -133,11 +150,17 @@ def index_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def _threefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """With KVFS_TEST_BACKEND=3fs, the mount of a stand-in for 3FS in which stores are made."""
+    """With KVFS_TEST_BACKEND=3fs, the mount of a stand-in for 3FS in which stores are made; what
+    Stock opens as another host is on a second mount of the same directory.
+
+    Its chunks are as small as a record of most tests, so that segments look as they do elsewhere;
+    tests look at files behind the store's back, so what the kernel remembers of them is true.
+    """
     if os.environ.get("KVFS_TEST_BACKEND") != "3fs":
         yield None
         return
-    with cluster(tmp_path_factory.mktemp("3fs"), chunk=64 << 10) as (host,):
+    place = tmp_path_factory.mktemp("3fs")
+    with cluster(place, hosts=2, chunk=4 << 10, names=5, seconds=0) as (host, _):
         yield host.point
 
 
@@ -166,3 +189,13 @@ def store_dir(tmp_path: Path, _threefs: Path | None) -> Path:
         return tmp_path / "store"
     (_threefs / tmp_path.name).mkdir()
     return _threefs / tmp_path.name / "store"
+
+
+@pytest.fixture
+def quick_store(request: pytest.FixtureRequest, tmp_path: Path, _threefs: Path | None) -> Path:
+    """As `store_dir`, but in memory where there is some: for tests of many small stores."""
+    if _threefs is None:
+        ram: Path = request.getfixturevalue("ram_dir")
+        return ram / tmp_path.name
+    place: Path = request.getfixturevalue("store_dir")
+    return place

@@ -1,11 +1,12 @@
 """A replicated shared file system on one machine: GlusterFS, three replicas, two mounts.
 
-    python -m kvfs.testing.gluster DIRECTORY PUTS CACHES
+    python -m kvfs.testing.gluster DIRECTORY PUTS CACHES [3fs]
 
 It runs itself again in network, mount and process namespaces of its own, with private copies of the
 directories that its daemons insist on: whatever ends it, no process, mount, address or file outside
 DIRECTORY is left. Two hosts (kvfs.testing.hosts), one on each mount, put and read each other's
 blocks; half-way one brick is killed, later it comes back. Prints what they saw as one JSON object.
+With "3fs" each host has a stand-in for 3FS's client daemon over its mount, and reaches it by rings.
 Needs root, /dev/fuse and the Debian packages glusterfs-server and glusterfs-client.
 """
 
@@ -20,6 +21,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from kvfs.testing.blocks import small_identity
 from kvfs.testing.command import environment
 from kvfs.testing.hosts import TOKENS, start
 from kvfs.testing.stock import Clock, Stock, tokens
+from kvfs.testing.threefs.host import Host
 
 ADDRESS = "10.77.0.1"
 VOLUME = "kv"
@@ -58,15 +62,18 @@ def unavailable() -> str | None:
     return None if done.returncode == 0 else f"unshare: {done.stderr.decode().strip()}"
 
 
-def apart(directory: Path, puts: int, *, caches: bool, seconds: float) -> dict[str, Any]:
+def apart(
+    directory: Path, puts: int, *, caches: bool, seconds: float, rings: bool = False
+) -> dict[str, Any]:
     """Runs the whole of it in namespaces of its own; returns what it prints.
 
-    puts: of each host; caches: with the caches of GlusterFS's clients; seconds: at most.
+    puts: of each host; caches: with the caches of GlusterFS's clients; seconds: at most; rings:
+    through stand-ins for 3FS's client daemon.
     """
     words = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     done = subprocess.run(
         [*words, sys.executable, "-m", "kvfs.testing.gluster", str(directory), str(puts),
-         str(int(caches))],
+         str(int(caches)), *(["3fs"] if rings else [])],
         env=environment(), capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -180,9 +187,25 @@ class Cluster:
             time.sleep(0.2)
 
 
-def play(cluster: Cluster, puts: int) -> dict[str, Any]:
-    """The two hosts put and look; a brick goes and comes back. Returns what came of it."""
-    stores = [str(mount / "store") for mount in cluster.mounts]
+@contextlib.contextmanager
+def standins(cluster: Cluster) -> Iterator[list[Path]]:
+    """Mounts of two daemons, each over a mount of the volume."""
+    hosts = [Host(m / "3fs", cluster.directory / f"h{n}") for n, m in enumerate(cluster.mounts)]
+    try:
+        for host in hosts:
+            host.start()
+        yield [host.point for host in hosts]
+    finally:
+        for host in hosts:
+            host.close()
+
+
+def play(cluster: Cluster, puts: int, places: list[Path]) -> dict[str, Any]:
+    """The two hosts put and look; a brick goes and comes back. Returns what came of it.
+
+    places: a directory of the volume, as each host has it.
+    """
+    stores = [str(place / "store") for place in places]
     indexes = [str(cluster.directory / f"index{n}") for n in (0, 1)]
     with Store.init(stores[0], index=indexes[0], extent=1 << 20) as store:
         store.create_namespace(small_identity(row_bytes=ROW_BYTES))
@@ -224,7 +247,8 @@ def main() -> None:
     run("mount", "--make-rprivate", "/")
     cluster = Cluster(directory, caches)
     cluster.start()
-    print(json.dumps(play(cluster, puts)), flush=True)
+    with standins(cluster) if "3fs" in sys.argv[4:] else nullcontext(cluster.mounts) as places:
+        print(json.dumps(play(cluster, puts, places)), flush=True)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,8 @@ def _locked(name: str) -> bool:
     """An arena is made without a name, so that its users do not show it; but its owner locks it."""
     try:
         fd = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True  # its owner has taken the name away meanwhile
     except OSError:
         return False
     try:

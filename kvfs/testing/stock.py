@@ -14,13 +14,17 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfs.backend.usrbio_layout import FILE_SYSTEM
 from kvfs.chain import PrefixHasher
 from kvfs.fetch import FetchResult
+from kvfs.filesystems import filesystem_type
+from kvfs.index.place import default_root
 from kvfs.index.schema import Run
 from kvfs.namespace import Namespace
 from kvfs.put import PutResult
 from kvfs.store import Store
 from kvfs.testing.blocks import first_wrong, payloads, small_identity
+from kvfs.testing.threefs.host import other_mount
 
 START = 1_800_000_000.0  # some time on a day, in seconds since 1970
 
@@ -57,9 +61,10 @@ class Stock:
         cls, path: str | os.PathLike[str], *, clock: Clock | None = None,
         identity: dict[str, Any] | None = None, **settings: Any,
     ) -> Stock:  # fmt: skip
-        """Makes a store with a small layout; settings: as for Store.init."""
+        """Makes a store with a small layout, on 3FS of its chunks; settings: as for Store.init."""
         clock = clock or Clock()
-        given = {"extent": 1 << 16, "segment_bytes": 1 << 20, "durability": "none"}
+        extent = None if filesystem_type(os.fspath(path)) == FILE_SYSTEM else 1 << 16
+        given = {"extent": extent, "segment_bytes": 1 << 20, "durability": "none"}
         store = Store.init(path, clock=clock, **{**given, **settings})
         ns = store.create_namespace(small_identity(**(identity or {})))
         return cls(store, ns, clock, opened=[store])
@@ -69,9 +74,15 @@ class Stock:
         self.store.close()
         return self.another(**options)
 
+    def elsewhere(self, name: str = "elsewhere", **options: Any) -> Stock:
+        """Opens the same store as the host of a name does: with an index of its own."""
+        return self.another(index=f"{default_root()}.{name}", **options)
+
     def another(self, **options: Any) -> Stock:
-        """Opens the same store once more, beside this one."""
-        store = Store.open(self.store.path, clock=self.clock, **options)
+        """Opens the same store once more, beside this one; with an index that is not this host's,
+        by the other mount of a pretended 3FS."""
+        path = other_mount(self.store.path) if "index" in options else self.store.path
+        store = Store.open(path, clock=self.clock, **options)
         self.opened.append(store)
         ns = store.namespace(self.ns.nsid)
         return Stock(store, ns, self.clock, list(self.prompts), self.opened)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import KvfsError
 from kvfs.gc.collector import Collector
 from kvfs.limits import Limits
@@ -68,7 +68,7 @@ SITES = [
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize(("op", "path"), SITES)
 def test_an_error_at_every_site(store_dir: Path, op: str, path: str, error: int) -> None:
-    faults = FaultyBackend(PosixBackend(str(store_dir)))
+    faults = FaultyBackend(open_backend(str(store_dir)))
     stock, kept = worn(store_dir, durability="batch", grace_seconds=0.0, backend=faults)
     for nth in (1, 2, 5):
         faults.on(op, path, nth=nth, do=Fail(error))
@@ -84,14 +84,14 @@ def test_an_error_at_every_site(store_dir: Path, op: str, path: str, error: int)
     sound(stock)
     again = stock.again()
     assert lost(again, kept) == {}
-    other = again.another(index=str(store_dir) + ".other")
+    other = again.elsewhere()
     assert lost(other, kept) == {}
     stock.close()
 
 
 @pytest.mark.parametrize("effect", [Short(5000), CutAt(40_000, errno.ENOSPC)])
 def test_short_writes_and_a_disk_that_ends(store_dir: Path, effect: Any) -> None:
-    faults = FaultyBackend(PosixBackend(str(store_dir)))
+    faults = FaultyBackend(open_backend(str(store_dir)))
     stock, kept = worn(store_dir, backend=faults)
     faults.on("writev", "seg/*", do=effect, times=None)
     with contextlib.suppress(KvfsError):
@@ -105,7 +105,7 @@ def test_short_writes_and_a_disk_that_ends(store_dir: Path, effect: Any) -> None
 
 
 def test_an_error_in_every_tenth_call(store_dir: Path) -> None:
-    faults = FaultyBackend(PosixBackend(str(store_dir)), seed=11)
+    faults = FaultyBackend(open_backend(str(store_dir)), seed=11)
     stock, kept = worn(store_dir, grace_seconds=0.0, backend=faults)
     for op in ("create", "writev", "sync", "truncate", "unlink"):
         for path in ("seg/*", "log/*"):  # a lease that cannot be given back has its time

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.frames import RunEntry, SegmentEntry
 from kvfs.journal import JournalReader
 from kvfs.repair.rebuild import rebuild
@@ -50,7 +50,7 @@ def segment_headers(store: Path) -> dict[str, Header]:
 
 def told_by_journals(store: Path, uuid: bytes) -> dict[bytes, set[bytes]]:
     """Segment id -> ids of the writers whose journals tell of it."""
-    backend = PosixBackend(str(store))
+    backend = open_backend(str(store))
     told: dict[bytes, set[bytes]] = {}
     for writer in backend.names("log"):
         for name in backend.names(f"log/{writer}"):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvfs import chain
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.chain import PrefixHasher
 from kvfs.layout import Partition, Span
 from kvfs.store import Store
@@ -32,8 +32,8 @@ OTHER = tokens(2, 40)
 
 
 @pytest.fixture
-def faults(ram_dir: Path, tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(PosixBackend(str(ram_dir / tmp_path.name)))
+def faults(quick_store: Path) -> FaultyBackend:
+    return FaultyBackend(open_backend(str(quick_store)))
 
 
 @pytest.fixture
@@ -392,14 +392,14 @@ class Shortened:
 
 @pytest.fixture
 def colliding(
-    ram_dir: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    quick_store: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Stock]:
     """A namespace whose chain hash has so many bytes."""
     full = chain.HASHES["xxh3-128"]
     monkeypatch.setitem(
         chain.HASHES, "shortened", lambda root: Shortened(full(root), request.param)
     )
-    made = Stock.make(ram_dir / tmp_path.name, identity={"hash": "shortened"})
+    made = Stock.make(quick_store, identity={"hash": "shortened"})
     yield made
     made.close()
 

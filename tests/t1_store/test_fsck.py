@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import NoStoreError
 from kvfs.gc.collector import Collector
 from kvfs.index.schema import CHILDREN, scan_copies
@@ -202,7 +202,7 @@ def test_a_flipped_bit_anywhere(store_dir: Path) -> None:
 
 
 def test_bad_records_and_what_follows_are_dropped_everywhere(stock: Stock) -> None:
-    other = stock.another(index=str(Path(stock.store.path).parent / "other-host"))
+    other = stock.elsewhere()
     stock.put(A)
     inside, behind = tokens(3, 20, A[:24]), tokens(4, 20, A)
     stock.put(inside)
@@ -278,7 +278,7 @@ def test_the_whole_store_missing_is_not_believed(stock: Stock) -> None:
 def test_what_cannot_be_opened_is_left_alone(store_dir: Path) -> None:
     stock = Stock.make(store_dir)
     stock.put(A)
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     failing = stock.another(backend=faulty)
     faulty.on("open", "seg/*", do=Fail(errno.EACCES), times=None)
     report = fsck(failing.store, repair=True)
@@ -294,7 +294,7 @@ def test_a_bad_sector(store_dir: Path) -> None:
     stock = Stock.make(store_dir)
     stock.put(A)
     stock.put(B)
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     failing = stock.another(backend=faulty)
     bad = stock.store.index.segments()[0].geometry.offset(6)
 
@@ -348,7 +348,7 @@ def test_journals_that_cannot_be_read(stock: Stock) -> None:
 
 
 def test_an_index_that_is_behind(stock: Stock) -> None:
-    other = stock.another(index=str(Path(stock.store.path).parent / "other-host"))
+    other = stock.elsewhere()
     stock.put(A)
     report = fsck(other.store)
     assert kinds(report) == {"behind": 1} and report.exit_code == 0

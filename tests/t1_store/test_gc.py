@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import BackendError, BusyError, NoStoreError
 from kvfs.gc.collector import Collector, GcResult
 from kvfs.gc.lease import Holder, Lease
@@ -169,7 +169,7 @@ def test_removed_blocks_are_reclaimed_before_their_time(stock: Stock) -> None:
 def test_what_only_this_host_hides_stays_for_the_others(stock: Stock) -> None:
     """A failed read takes a run out of this host's index; its segment is not dropped for that."""
     stock.put(A)
-    other = stock.another(index=str(Path(stock.store.path).parent / "other-host"))
+    other = stock.elsewhere()
     with open(stock.paths()[0], "r+b") as f:
         f.seek(4096)
         good = f.read(1)
@@ -302,7 +302,7 @@ def test_readers_go_on_through_the_grace(stock: Stock) -> None:
 
 def test_other_hosts_learn_of_it(stock: Stock) -> None:
     stock.put(A, ttl_class="agent")
-    other = stock.another(index=str(Path(stock.store.path).parent / "other-host"))
+    other = stock.elsewhere()
     stock.clock.now = START + 4 * DAY
     collect(stock, wait=True)
     other.store.catch_up()
@@ -347,7 +347,7 @@ def test_a_directory_in_place_of_a_segment(stock: Stock) -> None:
 
 def test_a_file_that_cannot_be_removed_is_tried_again(store_dir: Path) -> None:
     stock = Stock.make(store_dir)
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     failing = stock.another(backend=faulty)
     stock.put(A, ttl_class="agent")
     stock.clock.now = START + 4 * DAY
@@ -373,7 +373,7 @@ def test_a_day_goes_by_one_call(store_dir: Path) -> None:
         stock.put(tokens(i, 40), ttl_class="agent")
     stock.store.put(other, A, payloads(other.hasher(A), other.row_bytes), ttl_class="agent")
     stock = stock.again()
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     watched = stock.another(backend=faulty)
     stock.clock.now = START + 4 * DAY
     assert len(collect(watched).dropped) > 4
@@ -624,7 +624,7 @@ def test_leases_of_the_dead_and_the_late_are_taken_over(stock: Stock) -> None:
 
 def test_a_lease_that_cannot_be_written(store_dir: Path) -> None:
     stock = Stock.make(store_dir)
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     faulty.on("put_new", "gc.lease", do=Fail(errno.EROFS))
     with pytest.raises(BackendError, match=r"gc\.lease"):
         Lease.acquire(faulty, stock.store.now_ms)
@@ -637,7 +637,7 @@ def test_a_lease_that_cannot_be_written(store_dir: Path) -> None:
 def test_every_step_can_be_cut_off_and_finished(store_dir: Path) -> None:
     """Each call on the storage fails once; whatever pass comes next ends in the same state."""
     stock = Stock.make(store_dir)
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     failing = stock.another(backend=faulty)
     for i, operation in enumerate(("put_new", "writev", "unlink", "load", "size", "remove_tree")):
         for nth in (1, 2):
@@ -672,7 +672,7 @@ def test_a_rebuild_knows_what_was_dropped(stock: Stock) -> None:
 def test_a_failed_journal_drops_nothing(store_dir: Path) -> None:
     stock = Stock.make(store_dir)
     stock.put(A, ttl_class="agent")
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     failing = stock.another(backend=faulty)
     stock.clock.now = START + 4 * DAY
     failing_writes = faulty.during("writev", "log/*", do=Fail(errno.EIO), times=None)

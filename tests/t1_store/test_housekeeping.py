@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import BackendError
 from kvfs.follow import checkpoint
 from kvfs.follow.history import DEAD_MS
@@ -97,7 +97,7 @@ def test_what_passes_did_is_on_record(stock: Stock) -> None:
     stock.clock.now += 1
     second = Collector(stock.store).run()
     assert first.reclaimed.moved.copied_bytes and second.freed_bytes
-    told = stock.another(index=stock.store.path + ".other")
+    told = stock.elsewhere()
     passed = Passed.load(told.store.backend)
     assert passed is not None and passed.total.passes == 2 and passed.last.passes == 1
     assert passed.last.freed_bytes == second.freed_bytes == passed.total.freed_bytes
@@ -109,7 +109,7 @@ def test_what_passes_did_is_on_record(stock: Stock) -> None:
 
 
 def test_a_record_that_is_lost_or_refused_is_no_harm(store_dir: Path) -> None:
-    faults = FaultyBackend(PosixBackend(str(store_dir)))
+    faults = FaultyBackend(open_backend(str(store_dir)))
     stock = Stock.make(store_dir, backend=faults)
     Path(stock.full(PATH)).write_text('{"host": 3}')
     assert Collector(stock.store).run().problems == []
@@ -196,5 +196,5 @@ def test_journals_become_a_checkpoint(stock: Stock, monkeypatch: pytest.MonkeyPa
     third = Collector(stock.store).run().folded
     assert any(path.startswith("log/") for path in third.pruned)
     assert checkpoint.newest(stock.store.backend, stock.store.uuid) is not None
-    fresh = stock.another(index=stock.store.path + ".fresh")
+    fresh = stock.elsewhere("fresh")
     assert fresh.good(tokens(3, 200)) == 50

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import BackendError, KvfsError, SpaceError
 from kvfs.store import Store
 from kvfs.testing.faults import Call, CutAt, Fail, FaultyBackend, Short
@@ -32,8 +32,8 @@ Open = Callable[..., Stock]
 
 
 @pytest.fixture
-def faults(ram_dir: Path, tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(PosixBackend(str(ram_dir / tmp_path.name)))
+def faults(quick_store: Path) -> FaultyBackend:
+    return FaultyBackend(open_backend(str(quick_store)))
 
 
 @pytest.fixture(params=["none", "batch"])
@@ -131,10 +131,10 @@ def test_what_only_makes_it_faster_may_be_missing(
     ],
 )
 def test_an_error_anywhere_else_leaves_nothing(
-    ram_dir: Path, tmp_path: Path, op: str, path: str, code: int
+    quick_store: Path, tmp_path: Path, op: str, path: str, code: int
 ) -> None:
-    root = str(ram_dir / tmp_path.name)
-    faults = FaultyBackend(PosixBackend(root))
+    root = str(quick_store)
+    faults = FaultyBackend(open_backend(root))
     stock = Stock.make(root, backend=faults, durability="batch")
     stock = stock.again(backend=faults)  # whose writer has made no file yet
     rule = faults.on(op, path, do=Fail(code), times=None)
@@ -188,10 +188,10 @@ def test_a_segment_that_failed_takes_nothing_more(stock: Stock, faults: FaultyBa
     assert stock.good(PROMPT) == 10 and stock.good(tokens(2, 8)) == 2
 
 
-def test_puts_that_are_published_together_fail_together(ram_dir: Path, tmp_path: Path) -> None:
+def test_puts_that_are_published_together_fail_together(quick_store: Path, tmp_path: Path) -> None:
     """Whatever goes wrong while one publishes for others: none of them is told that it worked."""
-    root = str(ram_dir / tmp_path.name)
-    faults = FaultyBackend(PosixBackend(root))
+    root = str(quick_store)
+    faults = FaultyBackend(open_backend(root))
     stock = Stock.make(root, backend=faults, durability="batch")
     assert stock.put(tokens(1, 4)).complete
     writers = 4
@@ -242,13 +242,13 @@ def test_puts_that_are_published_together_fail_together(ram_dir: Path, tmp_path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_acknowledged_is_there_after_any_faults(
-    ram_dir: Path, tmp_path: Path, seed: int
+    quick_store: Path, tmp_path: Path, seed: int
 ) -> None:
     """One call in eight fails, in one way or another, under four threads; then the machine goes
     down, and what was not synced is gone, or not, page by page."""
     print(f"seed {seed}")
-    root = str(ram_dir / tmp_path.name)
-    faults = FaultyBackend(PosixBackend(root), seed=seed, volatile=True)
+    root = str(quick_store)
+    faults = FaultyBackend(open_backend(root), seed=seed, volatile=True)
     stock = Stock.make(root, backend=faults, durability="batch")
     for op in ("create", "writev", "sync"):
         faults.on(op, do=Fail(errno.EIO), times=None, chance=1 / 16)
@@ -285,12 +285,12 @@ def test_what_was_acknowledged_is_there_after_any_faults(
 
 WRITER = """
 import json, sys
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.store import Store
 from kvfs.testing.blocks import payloads, small_identity
 from kvfs.testing.faults import FaultyBackend, Hold
 path, index, op, pattern, nth, after, durability, prompt = json.loads(sys.argv[1])
-faults = FaultyBackend(PosixBackend(path))
+faults = FaultyBackend(open_backend(path))
 store = Store.open(path, index=index, backend=faults)
 ns = store.create_namespace(small_identity())
 hasher = ns.hasher(prompt)

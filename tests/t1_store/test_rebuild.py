@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import BackendError, FormatError, InputError, NoStoreError
 from kvfs.follow import checkpoint
 from kvfs.follow.history import prune
@@ -181,13 +181,13 @@ def test_removed_journals_are_made_up_for_by_a_checkpoint(stock: Stock) -> None:
 def test_a_journal_that_could_not_be_begun_is_no_gap(store_dir: Path) -> None:
     """The first file of a writer's journal failed; all that it publishes later is found."""
     stock = Stock.make(store_dir)
-    faulty = FaultyBackend(PosixBackend(str(store_dir)))
+    faulty = FaultyBackend(open_backend(str(store_dir)))
     failing = stock.another(backend=faulty)
     faulty.on("writev", "log/*", do=Fail(errno.EIO))
     assert failing.put(A).stored == 0
     assert failing.put(B).stored == 10
     stock.store.catch_up()
-    elsewhere = stock.another(index=str(store_dir.parent / "other-host"))
+    elsewhere = stock.elsewhere()
     assert (stock.sound(B), elsewhere.sound(B)) == (10, 10)
     rebuild(stock.store, source="journals")
     assert stock.sound(B) == 10

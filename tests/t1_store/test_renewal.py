@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import BackendError, InputError
 from kvfs.frames import RenewEntry
 from kvfs.store import Store
@@ -176,7 +176,7 @@ def test_a_storage_that_fails_delays_it(store_dir: Path) -> None:
     first = Stock.make(store_dir)
     first.put(A, ttl_class="agent")
     first.store.close()
-    faults = FaultyBackend(PosixBackend(str(store_dir)))
+    faults = FaultyBackend(open_backend(str(store_dir)))
     stock = first.another(backend=faults)
     stock.clock.now = START + DAY
     stock.good(A)

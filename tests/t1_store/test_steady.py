@@ -45,6 +45,7 @@ def test_the_rule_hits_what_others_have_found(trace: str, ttl: int, hit_tokens: 
     assert sliding(find(trace).requests(), ttl).hit_tokens == hit_tokens
 
 
+@pytest.mark.posix("it takes minutes on a stand-in")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ttl", [3600, 4 * 3600])
 def test_half_a_day_of_coding_agents(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvfs
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.chain import PrefixHasher
 from kvfs.errors import (
     BackendError,
@@ -38,8 +38,8 @@ PROMPT = tokens(1, 40)  # 10 blocks of 4 tokens and 96 bytes
 
 
 @pytest.fixture
-def stock(ram_dir: Path, tmp_path: Path) -> Iterator[Stock]:
-    made = Stock.make(ram_dir / tmp_path.name)
+def stock(quick_store: Path) -> Iterator[Stock]:
+    made = Stock.make(quick_store)
     yield made
     made.close()
 
@@ -129,9 +129,9 @@ def test_blocks_that_do_not_fit_are_refused(stock: Stock, form: str) -> None:
 # whole blocks only
 
 
-def test_a_remainder_is_left_out_and_counted(ram_dir: Path, tmp_path: Path) -> None:
+def test_a_remainder_is_left_out_and_counted(quick_store: Path) -> None:
     """BUGS B6: only whole blocks can be found."""
-    stock = Stock.make(ram_dir / tmp_path.name, identity={"block_tokens": 128})
+    stock = Stock.make(quick_store, identity={"block_tokens": 128})
     for n, (count, blocks) in enumerate(
         [(100, 0), (127, 0), (128, 1), (129, 1), (255, 1), (256, 2)]
     ):
@@ -224,9 +224,9 @@ def test_what_is_there_is_not_written_again(stock: Stock) -> None:
 
 
 @pytest.mark.parametrize("durability", ["none", "batch", "always"])
-def test_durability_is_what_the_store_says(ram_dir: Path, tmp_path: Path, durability: str) -> None:
-    root = str(ram_dir / tmp_path.name)
-    faults = FaultyBackend(PosixBackend(root))
+def test_durability_is_what_the_store_says(quick_store: Path, durability: str) -> None:
+    root = str(quick_store)
+    faults = FaultyBackend(open_backend(root))
     stock = Stock.make(root, backend=faults, durability=durability)
     before = faults.calls.get("sync", 0)
     assert stock.put(PROMPT).durable == (durability != "none")
@@ -250,10 +250,10 @@ def test_a_plan_says_what_may_be_hit(stock: Stock) -> None:
 
 
 @pytest.mark.parametrize(("tokens_", "hit"), [(261, 0), (262, 128), (1280, 1024), (1414, 1280)])
-def test_a_ring_is_left_to_compute(ram_dir: Path, tmp_path: Path, tokens_: int, hit: int) -> None:
+def test_a_ring_is_left_to_compute(quick_store: Path, tokens_: int, hit: int) -> None:
     """BUGS B2: with a window of 128 and 6 tokens to take back."""
     state = StateLayout(window=128, backtrack=6, layers=1, token_bytes=16)
-    stock = Stock.make(ram_dir / tmp_path.name, identity={"block_tokens": 128, "state": state})
+    stock = Stock.make(quick_store, identity={"block_tokens": 128, "state": state})
     prompt = tokens(1, tokens_)
     assert stock.put(prompt).complete
     assert stock.store.check(stock.ns, prompt).hit_tokens == hit
@@ -377,9 +377,9 @@ def test_put_in_one_process_check_in_others(store_dir: Path, tmp_path: Path) -> 
     assert [process.communicate()[0] for process in running] == ["7\n"] * 5
 
 
-def test_check_asks_nothing_of_the_storage(ram_dir: Path, tmp_path: Path) -> None:
-    root = str(ram_dir / tmp_path.name)
-    faults = FaultyBackend(PosixBackend(root))
+def test_check_asks_nothing_of_the_storage(quick_store: Path) -> None:
+    root = str(quick_store)
+    faults = FaultyBackend(open_backend(root))
     stock = Stock.make(root, backend=faults)
     assert stock.put(PROMPT).complete
     faults.on("*", do=Fail(errno.EIO), times=None)
@@ -393,7 +393,7 @@ def test_check_asks_nothing_of_the_storage(ram_dir: Path, tmp_path: Path) -> Non
         assert local.check(local.namespace(stock.ns.nsid), PROMPT).stored_blocks == 10
     faults.clear()
     stock.close()
-    assert Store.open_index(ram_dir / "never opened") is None
+    assert Store.open_index(quick_store / "never opened") is None
 
 
 def test_counters_are_those_of_all_processes(stock: Stock) -> None:
@@ -529,9 +529,9 @@ def test_a_closed_store_can_be_closed_again(stock: Stock) -> None:
     assert first_wrong(b"", hasher, 96) is None
 
 
-def test_what_create_namespace_meets(ram_dir: Path, tmp_path: Path) -> None:
-    root = str(ram_dir / tmp_path.name)
-    faults = FaultyBackend(PosixBackend(root))
+def test_what_create_namespace_meets(quick_store: Path) -> None:
+    root = str(quick_store)
+    faults = FaultyBackend(open_backend(root))
     store = Store.init(root, backend=faults)
     faults.on("put_new", do=Fail(errno.EIO))
     with pytest.raises(BackendError):

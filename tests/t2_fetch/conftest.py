@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import Backend, PosixBackend
+from kvfs.backend import Backend
+from kvfs.backend.select import open_backend
 from kvfs.fetcher import launch
 from kvfs.fetcher.client import FetchClient
 from kvfs.fetcher.launch import Options
@@ -42,7 +43,7 @@ def stock(store_dir: Path) -> Iterator[Stock]:
 @pytest.fixture
 def faults(stock: Stock) -> FaultyBackend:
     """Storage that fails on purpose; what a test that failed still holds goes on when it ends."""
-    return FaultyBackend(PosixBackend(stock.store.path), seed=1)
+    return FaultyBackend(open_backend(stock.store.path), seed=1)
 
 
 Start = Callable[..., FetcherThread]
@@ -54,7 +55,7 @@ def start(stock: Stock) -> Iterator[Start]:
     running: list[FetcherThread] = []
 
     def begin(backend: Backend | None = None, **options: Any) -> FetcherThread:
-        backend = backend or PosixBackend(stock.store.path)
+        backend = backend or open_backend(stock.store.path)
         fetcher = FetcherThread(backend, stock.store.uuid, **options)
         running.append(fetcher.__enter__())
         return fetcher

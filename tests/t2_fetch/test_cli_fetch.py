@@ -143,11 +143,11 @@ def test_a_full_arena_is_busy(stock: Stock, prompt: Path, served: int) -> None:
 
 _HANGS = """if True:
     import time
-    from kvfs.backend import PosixBackend
+    from kvfs.backend.select import open_backend
     from kvfs.testing.faults import FaultyBackend
     from kvfs.fetcher.launch import Options
     from kvfs.fetcher.process import run
-    faults = FaultyBackend(PosixBackend({path!r}))
+    faults = FaultyBackend(open_backend({path!r}))
     faults.on("readv", "seg/*", nth=7, do=lambda call: time.sleep(600), times=None)
     options = Options(32 << 20, threads=1)
     run({path!r}, options, backend=faults, ready=lambda name: print(flush=True))

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.follow import checkpoint
 from kvfs.follow.checkpoint import DIRECTORY, all_whole, newest
 from kvfs.follow.following import Following
@@ -38,15 +38,15 @@ DAY_MS = 86_400_000
 
 
 @pytest.fixture
-def stock(ram_dir: Path) -> Iterator[Stock]:
-    made = Stock.make(ram_dir / "store", index=str(ram_dir / "a"))
+def stock(quick_store: Path) -> Iterator[Stock]:
+    made = Stock.make(quick_store)
     yield made
     made.close()
 
 
 def other(stock: Stock, name: str, **options: Any) -> Stock:
     """Another host of the same store."""
-    return stock.another(index=str(Path(stock.store.path).parent / name), **options)
+    return stock.elsewhere(name, **options)
 
 
 def write(stock: Stock) -> checkpoint.Checkpoint:
@@ -201,10 +201,10 @@ def test_checkpoint_and_tail_tell_what_the_journals_told(
 def test_a_new_host_reads_no_journal_that_is_covered(stock: Stock) -> None:
     for seed in range(1, 20):
         stock.put(tokens(seed, 40))
-    stock = stock.again(index=str(Path(stock.store.path).parent / "a"))
+    stock = stock.again()
     write(stock)
     stock.put(tokens(50, 40))
-    backend = FaultyBackend(PosixBackend(stock.store.path))
+    backend = FaultyBackend(open_backend(stock.store.path))
     gone = sorted(os.listdir(stock.full("log")))
     gone.remove(stock.store.writer().name)
     rules = [backend.on("open", f"log/{name}/*", do=Fail(5), times=None) for name in gone]
@@ -262,7 +262,7 @@ def test_a_damaged_body_is_refused_and_the_index_stays(stock: Stock) -> None:
 @pytest.mark.parametrize("at", [0, 64, 300])
 def test_a_full_disk_leaves_no_half_checkpoint(stock: Stock, at: int) -> None:
     stock.put(tokens(1, 40))
-    backend = FaultyBackend(PosixBackend(stock.store.path))
+    backend = FaultyBackend(open_backend(stock.store.path))
     host = other(stock, "b", backend=backend)
     backend.on("writev", f"{DIRECTORY}/*", do=CutAt(at), times=None)
     with pytest.raises(OSError):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.follow.following import ALL_SECONDS, Following
 from kvfs.frames import RenewEntry
 from kvfs.journal import journal_path
@@ -34,20 +34,19 @@ from kvfs.testing.stock import Clock, Stock, tokens
 
 
 @pytest.fixture
-def stock(ram_dir: Path) -> Iterator[Stock]:
-    made = Stock.make(ram_dir / "store", clock=Clock(time.time()), index=str(ram_dir / "a"))
+def stock(quick_store: Path) -> Iterator[Stock]:
+    made = Stock.make(quick_store, clock=Clock(time.time()))
     yield made
     made.close()
 
 
 def other(stock: Stock, name: str = "b", **options: Any) -> Stock:
     """Another host of the same store: an index of its own."""
-    place = Path(stock.store.path).parent / name
-    return stock.another(index=str(place), **options)
+    return stock.elsewhere(name, **options)
 
 
 def counted(stock: Stock, name: str = "b") -> tuple[Stock, FaultyBackend]:
-    backend = FaultyBackend(PosixBackend(stock.store.path))
+    backend = FaultyBackend(open_backend(stock.store.path))
     return other(stock, name, backend=backend, catch_up=False), backend
 
 
@@ -266,7 +265,7 @@ def test_the_next_journal_waits_for_the_last_bytes_of_the_one_before(
 def test_a_file_system_that_shows_everything_late(stock: Stock, seed: int) -> None:
     """In the end nothing is missing and nothing is there twice, whatever came in first."""
     rng = random.Random(seed)
-    backend = FaultyBackend(PosixBackend(stock.store.path))
+    backend = FaultyBackend(open_backend(stock.store.path))
     host = other(stock, backend=backend, catch_up=False)
     Late(backend, polls=4, seed=seed, paths="[ln][os]*")  # log and ns
     fleet = Fleet(stock.store, stock.ns)
@@ -477,7 +476,7 @@ def test_an_index_deleted_under_load_comes_back_while_the_others_serve(
     index = ram_dir / "b"
     environ = {**environment(), "KVFS_INDEX": str(index), "KVFS_STORE": stock.store.path}
     serve = subprocess.Popen(command("serve", "--interval", "0.05"), env=environ)
-    router = other(stock, "b", catch_up=False)
+    router = stock.another(index=str(index), catch_up=False)
     until(lambda: all(router.stored(p) == 10 for p in prompts))
     shutil.rmtree(index)
     shares: list[float] = []

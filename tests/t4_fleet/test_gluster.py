@@ -31,6 +31,21 @@ def delays(told: dict[str, Any], what: str) -> list[float]:
 
 @pytest.mark.gluster
 @pytest.mark.timeout(240)
+def test_a_brick_is_killed_under_the_rings_of_two_hosts(tmp_path: Path) -> None:
+    """A stand-in for 3FS's client daemon on each host, over its mount of the volume."""
+    told = gluster.apart(tmp_path / "volume", PUTS, caches=False, seconds=200, rings=True)
+    for what in ("seen", "whole"):
+        assert len(delays(told, what)) == 2 * PUTS
+    put = [at for host in told["hosts"] for at in host["put"].values()]
+    assert min(put) < told["killed"] < max(put), "the brick was not killed under load"
+    for when in ("short", "healed"):
+        assert [found["lost"] for found in told[when]] == [[], []]
+        for found in told[when]:
+            assert found["findings"].keys() <= {"behind"}, found
+
+
+@pytest.mark.gluster
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("caches", [False, True], ids=["as documented", "as installed"])
 def test_a_brick_is_killed_under_two_hosts(tmp_path: Path, caches: bool) -> None:
     told = gluster.apart(tmp_path / "volume", PUTS, caches=caches, seconds=200)

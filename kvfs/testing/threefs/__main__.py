@@ -12,10 +12,10 @@ def main() -> None:
     parser.add_argument("backing")
     parser.add_argument("point")
     parser.add_argument("--chunk", type=int, default=1 << 20, help="bytes")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for which caches are valid")
+    parser.add_argument("--names", type=float, default=30.0, help="seconds names are believed")
+    parser.add_argument("--seconds", type=float, default=30.0, help="as long attributes are")
     parser.add_argument("--workers", type=int, default=4)
-    a = parser.parse_args()
-    Daemon(a.backing, a.point, chunk=a.chunk, seconds=a.seconds, workers=a.workers).run()
+    Daemon(**vars(parser.parse_args())).run()
 
 
 if __name__ == "__main__":

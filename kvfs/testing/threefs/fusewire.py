@@ -67,10 +67,11 @@ def virtual(inode: int, mode: int, size: int = 0, uid: int = 0) -> bytes:
     return ATTR.pack(inode, size, 0, 0, 0, 0, 0, 0, 0, mode, 1, uid, 0, 0, 4096, 0)
 
 
-def entry(inode: int, attr: bytes, seconds: float) -> bytes:
-    """A directory entry with attributes, both to be believed for so long."""
-    whole, rest = int(seconds), int(seconds % 1 * 1e9)
-    return ENTRY.pack(inode, 0, whole, whole, rest, rest) + attr
+def entry(inode: int, attr: bytes, seconds: float, attr_seconds: float | None = None) -> bytes:
+    """A directory entry with attributes, to be believed for so long, both or each for its own."""
+    name, rest = seconds, seconds if attr_seconds is None else attr_seconds
+    nanoseconds = (int(t % 1 * 1e9) for t in (name, rest))
+    return ENTRY.pack(inode, 0, int(name), int(rest), *nanoseconds) + attr
 
 
 class Connection:

@@ -34,7 +34,7 @@ class Host:
     """One mount of a backing directory."""
 
     def __init__(self, backing: Path, point: Path, **options: float) -> None:
-        """options: chunk, seconds, workers as for kvfs.testing.threefs."""
+        """options: chunk, names, seconds, workers as for kvfs.testing.threefs."""
         self.backing = backing
         self.point = point
         self._options = [f"--{name}={value}" for name, value in options.items()]
@@ -100,6 +100,19 @@ class Host:
             self.unmount()
 
 
+_serving: list[Host] = []
+
+
+def other_mount(path: str) -> str:
+    """The same file on the next mount of its cluster; the path itself if it is on none."""
+    for host in _serving:
+        if path.startswith(f"{host.point}/"):
+            same = [h for h in _serving if h.backing == host.backing]
+            other = same[(same.index(host) + 1) % len(same)]
+            return str(other.point / os.path.relpath(path, host.point))
+    return path
+
+
 @contextmanager
 def cluster(root: Path, hosts: int = 1, **options: float) -> Iterator[list[Host]]:
     """So many mounts of one directory, each with caches of its own."""
@@ -107,7 +120,9 @@ def cluster(root: Path, hosts: int = 1, **options: float) -> Iterator[list[Host]
     try:
         for host in made:
             host.start()
+            _serving.append(host)
         yield made
     finally:
+        _serving[:] = [host for host in _serving if host not in made]
         for host in made:
             host.close()

@@ -57,8 +57,9 @@ class Node:
 class Nodes:
     """The backing directory by inode number."""
 
-    def __init__(self, backing: str, seconds: float, chunk: int) -> None:
-        """seconds: how long the kernel may believe names and attributes."""
+    def __init__(self, backing: str, names: float, seconds: float, chunk: int) -> None:
+        """names, seconds: how long the kernel may believe names, and attributes."""
+        self.names = names
         self.seconds = seconds
         self.chunk = chunk
         self._lock = threading.RLock()
@@ -86,8 +87,8 @@ class Nodes:
             else:
                 os.close(fd)
             node.lookups += 1
-        seconds = LINK_SECONDS if stat.S_ISLNK(st.st_mode) else self.seconds
-        return entry(st.st_ino, attributes(st, st.st_ino, self.chunk), seconds)
+        seconds = min(self.names, LINK_SECONDS) if stat.S_ISLNK(st.st_mode) else self.names
+        return entry(st.st_ino, attributes(st, st.st_ino, self.chunk), seconds, self.seconds)
 
     def attributes(self, inode: int) -> bytes:
         return attributes(os.fstat(self._nodes[inode].fd), inode, self.chunk)
