@@ -223,3 +223,22 @@ def _consume(queue: list[memoryview], n: int) -> None:
             queue.append(view[n:])
             return
         n -= len(view)
+
+
+def first_bytes(buffers: Sequence[memoryview], limit: int) -> list[memoryview]:
+    """Views of the first `limit` bytes of the buffers."""
+    out = []
+    for view in buffers:
+        if limit <= 0:
+            break
+        out.append(view[:limit])
+        limit -= len(out[-1])
+    return out
+
+
+def without_first(buffers: Sequence[memoryview], n: int) -> list[memoryview]:
+    """Views of the buffers without their first n bytes."""
+    queue = list(reversed(buffers))
+    _consume(queue, n)
+    queue.reverse()
+    return queue

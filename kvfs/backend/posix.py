@@ -13,13 +13,29 @@ import secrets
 import stat
 from collections.abc import Callable, Sequence
 
-from kvfs.backend.base import Buffer, Memory, OpenFile, Pace, at_once, read_into, write_all
+from kvfs.backend.base import (
+    Buffer,
+    Memory,
+    OpenFile,
+    Pace,
+    at_once,
+    first_bytes,
+    read_into,
+    without_first,
+    write_all,
+)
 from kvfs.filesystems import LOCAL_DISKS, filesystem_type
 
 # One call moves at most 0x7ffff000 bytes on Linux; read_into and write_all loop over the rest.
 _FILE_MODE = 0o600
 _DIR_MODE = 0o700
 _LOAD_BYTES = 1 << 16
+# A large read that begins anywhere looks random to Linux: it fetches just that, in single pages,
+# and nothing ahead. After two or three small ones it reads ahead, in large folios (116 MB that are
+# not in the page cache, by reads of 8 MiB: 61 ms without, 34 ms with; 42 ms as one call).
+_SMALL_READS = 3
+_SMALL_BYTES = 128 << 10
+_LARGE_BYTES = 1 << 20
 
 
 class PosixBackend:
@@ -29,6 +45,8 @@ class PosixBackend:
         self.root = os.path.abspath(root)
         self._local_disk = filesystem_type(self.root) in LOCAL_DISKS
         self._statx: Callable[[int], bool] | None = None
+        self._read_to: dict[int, int] = {}
+        """Descriptor -> where the last read of it ended, on a local disk."""
 
     def _at(self, path: str) -> str:
         return os.path.join(self.root, path)
@@ -53,13 +71,42 @@ class PosixBackend:
         return OpenFile(os.open(self._at(path), os.O_RDONLY | os.O_CLOEXEC), path)
 
     def close(self, file: OpenFile) -> None:
+        self._read_to.pop(file.fd, None)
         os.close(file.fd)
 
     def readv(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
+        if self._local_disk:
+            return self._read_local(file.fd, buffers, offset, 0)
         n = os.preadv(file.fd, buffers, offset)
-        if n or self._local_disk or not self._asks_again(file):
+        if n or not self._asks_again(file):
             return n
         return os.preadv(file.fd, buffers, offset)
+
+    def _read_local(
+        self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int
+    ) -> int:  # fmt: skip
+        """A read that begins small unless it goes on where the last one ended."""
+        done, left = 0, list(buffers)
+        if self._read_to.get(fd) != offset and sum(map(len, buffers)) >= _LARGE_BYTES:
+            for _ in range(_SMALL_READS):
+                head = first_bytes(left, _SMALL_BYTES)
+                try:
+                    n = os.preadv(fd, head, offset + done, flags)
+                except OSError:
+                    if not done:
+                        raise
+                    return done
+                done += n
+                if n < _SMALL_BYTES:
+                    return done
+                left = without_first(left, n)
+        try:
+            done += os.preadv(fd, left, offset + done, flags)
+        except OSError:
+            if not done:
+                raise
+        self._read_to[fd] = offset + done
+        return done
 
     def _asks_again(self, file: OpenFile) -> bool:
         """Has the file's length fetched from where it is kept: on a shared file system reads end
@@ -70,7 +117,7 @@ class PosixBackend:
 
     def readv_cached(self, file: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
         try:
-            return os.preadv(file.fd, buffers, offset, os.RWF_NOWAIT)
+            return self._read_local(file.fd, buffers, offset, os.RWF_NOWAIT)
         except OSError:  # EAGAIN: not in memory; EOPNOTSUPP: this file system cannot tell
             return 0
 

@@ -22,13 +22,24 @@ from collections.abc import Iterator, Sequence
 from kvfs.arena import Ranges
 from kvfs.errors import BackendError, BusyError
 from kvfs.fetcher.control import CANCELLED, DONE, EXPIRED, FAILED, SLOTS, ControlArea
-from kvfs.fetcher.stretches import DROPPED, QUEUED, READ, READING, Part, Shelf, Stretch
+from kvfs.fetcher.stretches import (
+    DROPPED,
+    ENDED,
+    LOST,
+    QUEUED,
+    READ,
+    READING,
+    Part,
+    Shelf,
+    Stretch,
+)
 from kvfs.fetcher.wire import MAX_RANGES, Piece
 from kvfs.namespace import Namespace
 
 MAX_UNFINISHED = 256
 # One read and one range of the arena; small enough for the first blocks to arrive at once.
-STRETCH_BYTES = 4 << 20
+STRETCH_BYTES = 8 << 20
+_BEING_READ = frozenset({READING, LOST})
 
 
 class Ticket:
@@ -99,6 +110,7 @@ class Core:
             ticket.generation = self._generations[ticket.slot]
             self.control.begin(ticket.slot, ticket.generation, ticket.wanted)
             self._unfinished += 1
+            self._work.notify()
         self._advance(ticket)
 
     def _take_in(self, ticket: Ticket, pieces: Sequence[Piece], checksums: bool, down: str) -> None:
@@ -216,7 +228,7 @@ class Core:
     def _refer(self, stretch: Stretch, ticket: Ticket) -> None:
         stretch.refs += 1
         self._idle.pop(stretch, None)
-        if stretch.state != READ:
+        if stretch.state not in ENDED:
             stretch.waiting[ticket] = None
             if ticket.priority < stretch.priority and stretch.state == QUEUED:
                 stretch.priority = ticket.priority
@@ -225,8 +237,9 @@ class Core:
     # work out
 
     def work_on(self) -> None:
-        """Wakes the workers. Apart from `admit`, so that the answer can go out first: a thread that
-        copies from the page cache does not give its processor back for milliseconds."""
+        """Wakes all readers. Apart from `admit`, which wakes one, so that the answer goes out
+        before they are all at work: a thread that copies from the page cache does not give its
+        processor back for milliseconds."""
         with self._lock:
             self._work.notify_all()
 
@@ -254,27 +267,51 @@ class Core:
                 self._shelf.remove(stretch)
             return not stretch.refs
 
-    def finished(self, stretch: Stretch, reason: str | None, lasting: bool) -> None:
-        """A worker is through with a stretch; `stretch.loaded` records of it are good."""
+    def finished(self, stretch: Stretch, loaded: int, reason: str | None, lasting: bool) -> None:
+        """A worker is through with a stretch; `loaded` records of it are good."""
         with self._lock:
-            # The state last: `_advance` looks without this lock.
-            stretch.reason, stretch.lasting, stretch.state = reason, lasting, READ
-            waiting, stretch.waiting = stretch.waiting, {}
-            self._count("bytes_read", stretch.loaded * stretch.ns.stride)
-            if reason is not None:
-                self._shelf.remove(stretch)  # the next request for these blocks reads them again
-                self._count(f"miss.{reason.replace(' ', '_')}")
+            if stretch.state == LOST:  # it ended after all, for nobody
+                reason, lasting = stretch.reason, False
+                loaded = 0
+            else:
+                self._count("bytes_read", loaded * stretch.stride)
+                if reason is not None:
+                    self._count(f"miss.{reason.replace(' ', '_')}")
+            waiting = self._settle(stretch, READ, loaded, reason, lasting)
             if not stretch.refs:
                 self._retire(stretch)
         for ticket in waiting:
             self._advance(ticket)
+
+    def lose(self, stretch: Stretch) -> None:
+        """The read of a stretch may never end: nobody waits for it any more, and a new request for
+        its blocks reads them again, into other memory. `finished` may still come."""
+        with self._lock:
+            if stretch.state != READING:
+                return
+            self._count("reads_lost")
+            waiting = self._settle(stretch, LOST, 0, "no answer", False)
+        for ticket in waiting:
+            self._advance(ticket)
+
+    def _settle(
+        self, stretch: Stretch, state: int, loaded: int, reason: str | None, lasting: bool
+    ) -> dict[Ticket, None]:
+        """Sets what became of a stretch; returns the tickets that wait for it."""
+        # The state last: `_advance` looks without the lock.
+        stretch.loaded, stretch.reason, stretch.lasting = loaded, reason, lasting
+        stretch.state = state
+        if reason is not None:
+            self._shelf.remove(stretch)  # the next request for these blocks reads them again
+        waiting, stretch.waiting = stretch.waiting, {}
+        return waiting
 
     def _advance(self, ticket: Ticket) -> None:
         """Moves a ticket on over the parts that are there."""
         with ticket.lock:
             while not ticket.ended and ticket.next < len(ticket.parts):
                 stretch, index, count, _ = ticket.parts[ticket.next]
-                if stretch.state != READ:
+                if stretch.state not in ENDED:
                     return
                 have = max(0, min(count, stretch.loaded - index))
                 ticket.good += have
@@ -326,7 +363,7 @@ class Core:
             stretch = part.stretch
             stretch.refs -= 1
             stretch.waiting.pop(ticket, None)
-            if not stretch.refs and stretch.state != READING:
+            if not stretch.refs and stretch.state not in _BEING_READ:
                 self._retire(stretch)
 
     def _retire(self, stretch: Stretch) -> None:

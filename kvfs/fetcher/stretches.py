@@ -16,8 +16,11 @@ from kvfs.record import Landing
 if TYPE_CHECKING:
     from kvfs.fetcher.core import Ticket
 
-QUEUED, READING, READ, DROPPED = range(4)
-"""States of a stretch. DROPPED: nobody wanted it any more before it was read."""
+QUEUED, READING, READ, DROPPED, LOST = range(5)
+"""States of a stretch. DROPPED: nobody wanted it any more before it was read; LOST: its read may
+never end, and keeps its memory until it does."""
+ENDED = frozenset({READ, LOST})
+"""There will be no more of it than there is."""
 
 
 class Stretch:
@@ -25,17 +28,18 @@ class Stretch:
 
     __slots__ = (
         "checked", "count", "lasting", "loaded", "ns", "offset", "path", "place", "priority",
-        "reason", "refs", "state", "waiting",
+        "reason", "refs", "state", "stride", "waiting",
     )  # fmt: skip
 
     def __init__(self, ns: Namespace, path: str, place: int, count: int, checked: bool) -> None:
         self.ns = ns
+        self.stride = ns.stride
         self.path = path
         self.place = place  # byte offset in the file
         self.count = count
         self.checked = checked  # its checksums are verified when it is read
         self.offset = -1  # in the arena
-        self.loaded = 0  # leading records that are here and sound; its reader writes it
+        self.loaded = 0  # leading records that are here and sound
         self.state = QUEUED
         self.priority = 0
         self.refs = 0  # parts of tickets
@@ -49,7 +53,7 @@ class Stretch:
 
     @property
     def size(self) -> int:
-        return self.count * self.ns.stride
+        return self.count * self.stride
 
     @property
     def end(self) -> int:
@@ -60,8 +64,11 @@ class Stretch:
         """All of it is here and sound: it may be kept for requests to come."""
         return self.state == READ and self.reason is None and self.checked
 
+    def memory(self, arena: memoryview) -> memoryview:
+        return arena[self.offset : self.offset + self.size]
+
     def landing(self, arena: memoryview) -> Landing:
-        return Landing.whole(self.ns.shape, arena[self.offset : self.offset + self.size])
+        return Landing.whole(self.ns.shape, self.memory(arena))
 
 
 class Part(NamedTuple):
@@ -91,7 +98,7 @@ class Shelf:
         if i:
             stretch = stretches[starts[i - 1]]
             if place < stretch.end:
-                if (place - stretch.place) % ns.stride:
+                if (place - stretch.place) % stretch.stride:
                     raise InputError(f"{path}: no record begins at {place}")
                 return stretch, following
         return None, following

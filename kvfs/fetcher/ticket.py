@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvfs.namespace import Namespace
 
 GONE = "fetcher gone"
-_SHORTEST_POLL, _LONGEST_POLL = 0.0001, 0.01
+_SHORTEST_POLL, _LONGEST_POLL = 0.00005, 0.01
 _SHARE_OF_REST = 0.75
 # Of the identities of so many blocks, in one go: 0.1 ms.
 _PREPARED_AT_ONCE = 128
@@ -54,7 +54,7 @@ class Ticket:
         self._hasher = hasher
         self._slot, self._generation = key
         self._starts = [r.block for r in ranges]
-        self._asked = time.monotonic()
+        self._asked = self._news = time.monotonic()
         self._deadline = deadline
         self._good = 0
         self._prepared = 0
@@ -127,6 +127,8 @@ class Ticket:
         Here and not in the fetcher: it costs a fetcher's thread nothing, and happens while more
         blocks are being read.
         """
+        if self._good < there:
+            self._news = time.monotonic()
         while self._good < there:
             if self._hasher is None:
                 self._good = there
@@ -170,7 +172,8 @@ class Ticket:
                 return good
             now = time.monotonic()
             wanted = self.wanted if blocks is None else min(blocks, self.wanted)
-            pause = min(_pause(now - self._asked, good, wanted), max(0.0, self._deadline - now))
+            pause = _pause(now - self._news, self._news - self._asked, good, wanted)
+            pause = min(pause, max(0.0, self._deadline - now))
             if timeout is not None:
                 if now - began >= timeout:
                     return good
@@ -223,16 +226,16 @@ class Ticket:
             self._client.orphans.append((self._slot, self._generation))
 
 
-def _pause(passed: float, good: int, wanted: int) -> float:
-    """Seconds until the next look at a ticket that has `good` of `wanted` blocks after so many.
+def _pause(since_news: float, until_news: float, good: int, wanted: int) -> float:
+    """Seconds until the next look at a ticket that has `good` of `wanted` blocks.
 
-    Until something is here, short at first and then a fiftieth of what has passed. Then most of
-    what the rest takes at the speed so far, but half of what has passed at most: a few looks
-    instead of dozens, since each costs the reader next door a little, and the last one is as close
-    to the end.
+    since_news: since `good` last grew (or the ticket was asked for); until_news: from the asking
+    until then. Short at first, and then a fiftieth of the time that brought nothing. As long as
+    blocks come as fast as before, most of what the rest of them takes, but half of what has passed
+    at most: a few looks instead of dozens, since each costs the reader next door a little.
     """
-    if not good:
-        pause = passed / 50
-    else:
-        pause = passed * min(0.5, _SHARE_OF_REST * (wanted - good) / good)
+    pause = since_news / 50
+    if good:
+        rest = until_news * (wanted - good) / good - since_news
+        pause = max(pause, min(rest * _SHARE_OF_REST, (since_news + until_news) / 2))
     return min(max(_SHORTEST_POLL, pause), _LONGEST_POLL)

@@ -40,7 +40,7 @@ from typing import Any
 
 from kvfs import forking
 from kvfs.backend import Backend, OpenFile, read_into, write_all
-from kvfs.backend.base import Buffer, Memory, Pace, at_once
+from kvfs.backend.base import Buffer, Memory, Pace, at_once, first_bytes
 
 PAGE = 4096
 
@@ -467,15 +467,7 @@ class _Undo:
 def _first(buffers: Sequence[memoryview], limit: int | None) -> list[memoryview]:
     """Views of the first `limit` bytes of the buffers; None: of all."""
     views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
-    if limit is None:
-        return views
-    out = []
-    for view in views:
-        if limit <= 0:
-            break
-        out.append(view[:limit])
-        limit -= len(out[-1])
-    return out
+    return views if limit is None else first_bytes(views, limit)
 
 
 def _flip(buffers: Sequence[Buffer], bit: int) -> None:

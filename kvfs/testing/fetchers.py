@@ -23,7 +23,7 @@ from kvfs.fetcher.client import FetchClient
 from kvfs.fetcher.control import CONTROL_BYTES, ControlArea
 from kvfs.fetcher.core import Core
 from kvfs.fetcher.server import Server
-from kvfs.fetcher.workers import Workers
+from kvfs.fetcher.workers import LOST_SECONDS, Workers
 
 _JOIN_SECONDS = 10.0
 
@@ -33,7 +33,7 @@ class FetcherThread:
 
     def __init__(
         self, backend: Backend, store: bytes, *, arena_bytes: int = 32 << 20, threads: int = 2,
-        stall_seconds: float = 5.0, one_by_one: bool = False,
+        stall_seconds: float = 5.0, one_by_one: bool = False, lost_seconds: float = LOST_SECONDS,
     ) -> None:  # fmt: skip
         self._directory = tempfile.TemporaryDirectory(prefix="kvfs-")
         self.path = os.path.join(self._directory.name, "s")
@@ -41,7 +41,9 @@ class FetcherThread:
         self._reader_fd = self.arena.reader_fd()
         ranges = Ranges(CONTROL_BYTES, self.arena.size)
         self.core = Core(self.arena.view, ranges, ControlArea(self.arena.view))
-        self.workers = Workers(self.core, backend, store, threads, one_by_one=one_by_one)
+        self.workers = Workers(
+            self.core, backend, store, threads, one_by_one=one_by_one, lost_seconds=lost_seconds
+        )
         self.server = Server(
             self.core, self._reader_fd, self.workers.stalled_seconds, stall_seconds
         )

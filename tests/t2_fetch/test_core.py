@@ -34,7 +34,7 @@ from kvfs.fetcher.control import (
     ControlArea,
 )
 from kvfs.fetcher.core import Core, Ticket
-from kvfs.fetcher.stretches import QUEUED, READ, READING, Stretch
+from kvfs.fetcher.stretches import LOST, QUEUED, READ, READING, Stretch
 from kvfs.fetcher.wire import Piece
 from kvfs.namespace import Namespace
 from kvfs.testing.blocks import small_identity
@@ -88,8 +88,7 @@ class Rig:
         for i in range(n):
             at, place = stretch.offset + i * PAGE, stretch.place + i * PAGE
             self.memory[at : at + _MARK.size] = mark(stretch.ns, stretch.path, place)
-        stretch.loaded = n
-        self.core.finished(stretch, reason, last)
+        self.core.finished(stretch, n, reason, last)
 
     def read_all(self) -> list[tuple[str, int, int]]:
         done = []
@@ -295,11 +294,36 @@ def test_a_range_that_is_being_read_into_is_nobody_elses() -> None:
     late[:] = b"\xee" * len(late)
     assert rig.state(other) == (FAILED, 4)
     rig.check(other, [("b", 0, 8)])
-    hanging.loaded = 4
-    rig.core.finished(hanging, None, False)
+    rig.core.finished(hanging, 4, None, False)
     rig.core.release(other)
     rig.core.evict_idle()
     assert rig.is_empty()
+
+
+def test_a_lost_read_ends_those_who_wait_and_keeps_its_memory_until_it_ends() -> None:
+    rig = Rig(12)
+    before = rig.ask([("a", 0, 4)])
+    rig.read_all()
+    ticket, both = rig.ask([("a", 4, 4)]), rig.ask([("a", 0, 8)])
+    lost = rig.take()
+    rig.core.lose(lost)
+    rig.core.lose(lost)
+    assert rig.state(ticket) == (FAILED, 0) and rig.state(both) == (FAILED, 4)
+    assert rig.control.outcome(both.slot) == ("no answer", False)
+    assert rig.core.stats()["reads_lost"] == 1
+    again = rig.ask([("a", 4, 4)])
+    other = rig.take()
+    assert other.place == lost.place and other.offset != lost.offset
+    rig.read(other)
+    assert rig.state(again) == (DONE, 4)
+    for each in (before, ticket, both, again):
+        rig.core.release(each)
+    rig.core.evict_idle()
+    assert rig.ranges.free_bytes == rig.ranges.total - lost.size, "late I/O may still write there"
+    rig.read(lost)
+    rig.core.evict_idle()
+    assert rig.is_empty(), "it is nobody's when it comes"
+    assert rig.core.stats()["bytes_read"] == 8 * PAGE
 
 
 def test_a_cancelled_read_does_not_end_a_request_that_comes_then() -> None:
@@ -472,6 +496,11 @@ class Anything(RuleBasedStateMachine):
         else:
             self.rig.read(stretch)
 
+    @precondition(lambda self: self.model.reading)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.rig.core.lose(data.draw(st.sampled_from(self.model.reading)))
+
     @precondition(lambda self: self.model.asked)
     @rule(data=st.data())
     def expire(self, data: st.DataObject) -> None:
@@ -516,7 +545,7 @@ class Anything(RuleBasedStateMachine):
         assert taken == sum(s.size for s in stretches), "a range is held by nobody"
         refs = [p.stretch for a in self.model.asked for p in a.ticket.parts]
         assert all(s.refs == refs.count(s) for s in stretches)
-        assert all(s.state in (READ, READING) or s.refs for s in stretches)
+        assert all(s.state in (READ, READING, LOST) or s.refs for s in stretches)
         assert not any(ticket.ended for s in stretches for ticket in s.waiting)
 
     def teardown(self) -> None:

@@ -12,16 +12,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.errors import BackendError, BusyError, ConfigError, InputError, NoStoreError
 from kvfs.fetcher import client as client_module
 from kvfs.fetcher import core as core_module
 from kvfs.fetcher import launch, wire, workers
+from kvfs.fetcher import ticket as ticket_module
 from kvfs.fetcher.client import FetchClient, pieces_of
 from kvfs.fetcher.launch import Options
 from kvfs.fetcher.ticket import Ticket
@@ -453,7 +455,7 @@ def test_cancelled_requests_are_not_read(stock: Stock, faults: FaultyBackend, st
     eventually(lambda: unused(fetcher))
     hold.release()
     assert (ticket.good, ticket.reason, ticket.held) == (0, "cancelled", False)
-    eventually(lambda: not fetcher.workers._busy)
+    eventually(lambda: not any(r.since for r in fetcher.workers._readers))
     stats = fetcher.core.stats()
     assert stats["arena_free_bytes"] + stats["arena_idle_bytes"] == stats["arena_bytes"]
     assert fetcher.core.stats()["bytes_read"] <= 16 * stock.ns.stride
@@ -709,6 +711,16 @@ def test_checks_may_be_left_out(stock: Stock, start: Start) -> None:
         assert ticket.wait() == 39 and wrong(ticket, stock, prompt) is None
 
 
+def test_a_ticket_is_looked_at_often_only_when_something_is_about_to_come() -> None:
+    pause = partial(ticket_module._pause, wanted=1000)
+    assert pause(0, 0, 0) == ticket_module._SHORTEST_POLL
+    assert pause(0.1, 0, 0) == pytest.approx(0.002), "nothing yet"
+    assert pause(0, 0.004, 500) == pytest.approx(0.002), "half of what has passed at most"
+    assert pause(0, 0.008, 800) == pytest.approx(0.0015), "most of what is left"
+    assert pause(0.002, 0.008, 800) == ticket_module._SHORTEST_POLL, "it is due"
+    assert pause(0.5, 0.008, 800) == ticket_module._LONGEST_POLL, "it is late"
+
+
 def test_the_answer_limit_is_short() -> None:
     assert client_module.ANSWER_SECONDS <= 2.5, "F3: a fetch returns within its deadline + 0.5 s"
 
@@ -730,6 +742,6 @@ def test_reads_of_a_local_disk_go_one_by_one_where_the_cache_has_nothing(
     client = start(faults, threads=4, one_by_one=True).client()
     with ask(client, stock, prompt) as ticket:
         assert ticket.wait() == 199 and most[0] > 4
-    warm = start(PosixBackend(stock.store.path), threads=4, one_by_one=True).client()
+    warm = start(open_backend(stock.store.path), threads=4, one_by_one=True).client()
     with ask(warm, stock, prompt) as ticket:
         assert ticket.wait() == 199

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
+from kvfs.fetcher import workers
 from kvfs.fetcher.client import FetchClient
 from kvfs.fetcher.ticket import Ticket
 from kvfs.record import TRAILER_BYTES
@@ -310,6 +311,41 @@ def test_hanging_storage_costs_nobody_more_than_the_deadline(
     eventually(lambda: unused(fetcher))
 
 
+@pytest.mark.expect_logs("a read has not ended")
+def test_reads_that_never_end_cost_a_thread_and_its_memory_but_never_the_pool(
+    stock: Stock, faults: FaultyBackend, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a client daemon that lives has lost them."""
+    monkeypatch.setattr(workers, "MOST_LOST", 2)
+    monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.05)
+    prompts = [stored(stock, seed, 20) for seed in range(4)]
+    fetcher = start(faults, threads=1, lost_seconds=0.1, stall_seconds=0.5)
+    client = fetcher.client()
+    holds = [Hold(0) for _ in range(3)]
+    for n, hold in enumerate(holds[:2], 1):
+        faults.on("readv", "seg/*", do=hold, times=1)
+        with ask(client, stock, prompts[n], deadline=60) as ticket:
+            assert ticket.wait() == 0, "it waits for what never ends"
+            assert (ticket.reason, ticket.lasting) == ("no answer", False)
+        with fetch(client, stock, prompts[n]) as ticket:
+            assert ticket.good == 19, "the next one waits for the same read"
+        stats = fetcher.core.stats()
+        assert stats["reads_lost"] == n
+        assert fetcher.workers.stalled_seconds() == 0
+    faults.on("readv", "seg/*", do=holds[2], times=1)
+    with ask(client, stock, prompts[3], deadline=0.5) as ticket:
+        assert ticket.wait() == 0 and ticket.reason == "deadline", "threads without end"
+    assert len(fetcher.workers._readers) == 3
+    for hold in holds:
+        hold.release()
+    eventually(lambda: len(fetcher.workers._readers) == 1)
+    with fetch(client, stock, prompts[3]) as ticket:
+        assert ticket.good == 19
+    eventually(lambda: unused(fetcher))
+    client.evict()
+    assert fetcher.core.ranges.free_bytes == fetcher.core.ranges.total
+
+
 def test_what_is_in_memory_is_served_while_the_storage_hangs(
     stock: Stock, faults: FaultyBackend, start: Start
 ) -> None:
@@ -380,11 +416,11 @@ def test_a_fetcher_whose_storage_hangs_ends_when_it_is_told_to(
     shm.mkdir()
     code = f"""if True:
         import errno, time
-        from kvfs.backend import PosixBackend
+        from kvfs.backend.select import open_backend
         from kvfs.testing.faults import FaultyBackend
         from kvfs.fetcher.launch import Options
         from kvfs.fetcher.process import run
-        faults = FaultyBackend(PosixBackend({stock.store.path!r}))
+        faults = FaultyBackend(open_backend({stock.store.path!r}))
         faults.on("readv", "seg/*", do=lambda call: time.sleep(600), times=None)
         options = Options(8 << 20, threads=2, shm={str(shm)!r})
         run({stock.store.path!r}, options, backend=faults, ready=lambda name: print(flush=True))
@@ -407,7 +443,7 @@ def test_the_good_prefix_survives_whatever_follows(stock: Stock, start: Start) -
     """The blocks of a ticket do not change while others come, go and evict."""
     prompt = stored(stock, 1, 40)
     others = [stored(stock, seed, 60) for seed in range(2, 8)]
-    fetcher = start(PosixBackend(stock.store.path), arena_bytes=8 << 20)
+    fetcher = start(open_backend(stock.store.path), arena_bytes=8 << 20)
     client = fetcher.client()
     with fetch(client, stock, prompt) as ticket:
         for other in others * 2:
