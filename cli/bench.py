@@ -29,6 +29,9 @@ MANUAL = {
     startup.check, startup.help -- whole processes of kvctl check and kvctl --help
     follow.blocks -- a journal of a million blocks of another host into this host's index
     follow.check -- check of 131,072 tokens while a process follows such a journal
+    cleaner.check, cleaner.fetch.warm, cleaner.fetch.cold -- what 99 % of the checks take at most,
+    and fetches, while kvctl serve keeps house at the rate that a store has by default;
+    copied_bytes_per_second: what it copied
     state.pull -- sliding-window state of DeepSeek-V4.1-Flash from another process, over a link
     between two network namespaces where they may be made, else the loopback device; with .load:
     at 200 a second. Needs the packages of kvfs[serve]
@@ -55,7 +58,7 @@ MANUAL = {
     kvctl bench check --blocks 1000000
     kvctl bench put fetch --store /srv/kvfs --json
 """)
-@click.argument("names", metavar="[check|put|fetch|startup|follow|state|all]...", nargs=-1,
+@click.argument("names", metavar="[check|put|fetch|startup|follow|cleaner|state|all]...", nargs=-1,
                 type=click.Choice([*BENCHES, *LONG, "all"]))  # fmt: skip
 @click.option("--store", "directory", metavar="DIR",
               help="Measure the file system of this directory, in a store of its own that is "
@@ -67,7 +70,8 @@ MANUAL = {
               help="Blocks in the index that check is measured on.")  # fmt: skip
 @click.option("--runs", type=click.IntRange(1),
               help="Samples of each figure. Default: 60 for check (500 for check.miss), 7 for put "
-                   "and fetch, 20 for startup, 3 and 60 for follow, 200 for state.")  # fmt: skip
+                   "and fetch, 20 for startup, 3 and 60 for follow, 8 for cleaner, 200 for "
+                   "state.")  # fmt: skip
 @common.json_option
 @click.make_pass_decorator(Settings, ensure=True)
 def command(
@@ -76,8 +80,8 @@ def command(
 ) -> None:  # fmt: skip
     """Measure check, put, fetch and start-up beside the limits of this machine.
 
-    Works in temporary stores: needs about 2 GB of disk, and 500 MB for the index of check with 10
-    million blocks. Takes about a minute.
+    Works in temporary stores: needs about 2 GB of disk, 5 GB for cleaner, and 500 MB for the index
+    of check with 10 million blocks. Takes some minutes.
     """
     from kvfs.bench import report
     from kvfs.bench.timing import Options

@@ -9,7 +9,8 @@ synthetic  an index of millions of blocks           check      `check.*`
 payload    prompts of 1,022 blocks and their bytes  put        `put.*`
 fetch      `fetch.*`                                startup    `startup.*`
 state      `state.*`, from state_host               netns      two network namespaces and a link
-follow     `follow.*`                               report     tables and JSON
+follow     `follow.*`                               cleaner    `cleaner.*`
+report     tables and JSON
 
 steady     `steady.*`: days of a store's life
 
@@ -18,6 +19,6 @@ A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCH
 
 from __future__ import annotations
 
-BENCHES = ("check", "put", "fetch", "startup", "follow", "state")
+BENCHES = ("check", "put", "fetch", "startup", "follow", "cleaner", "state")
 LONG = ("steady",)
 """Those that take many minutes: only when they are named."""

@@ -86,6 +86,9 @@ class Following:
             except (KvfsError, OSError) as e:
                 log.warning("following %s: %s", self.store.path, e)
                 self._stopped.wait(1.0)
+            except Exception:  # a bug must not leave this host behind for good
+                log.exception("following %s", self.store.path)
+                self._stopped.wait(1.0)
             self._stopped.wait(self._until_due())
 
     def turn(self) -> Followed:

@@ -82,6 +82,9 @@ class Housekeeper:
                 except (KvfsError, OSError) as e:
                     self._tell({str(e)})
                     self._since = time.monotonic()
+                except Exception:  # a bug must not leave the store without a housekeeper for good
+                    log.exception("housekeeping in %s", self.store.path)
+                    self._since = time.monotonic()
             wait = min(self.interval, max(self.due_in(), self.interval / _LOOKS))
 
     def due_in(self) -> float:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_BURST_SECONDS = 0.5
+_BURST_SECONDS = 0.1
 _NAP_SECONDS = 0.2
 
 
 class Bucket:
-    """Fills with `rate` units a second, up to half a second's worth."""
+    """Fills with `rate` units a second, up to a tenth of a second's worth."""
 
     def __init__(
         self, rate: float | None = None, *, clock: Callable[[], float] = time.monotonic,

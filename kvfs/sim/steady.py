@@ -108,7 +108,10 @@ class SteadyRun:
         self.result = Steady()
         self._keeper = Housekeeper(store, force=True)
         self._extents = self._hits = 0
-        Limits(capacity_bytes=capacity_bytes, reserve_bytes=0).save(store.backend)
+        # Rates are of the true clock's seconds, of which days of the trace take few.
+        Limits(capacity_bytes, reserve_bytes=0, copy_rate=None, remove_rate=None).save(
+            store.backend
+        )
 
     def run(self, requests: Iterable[Request]) -> Steady:
         due = flush = 0.0

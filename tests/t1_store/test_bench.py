@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvfs.bench import BENCHES, check, payload, timing
+from kvfs.bench import BENCHES, check, cleaner, payload, timing
 from kvfs.bench.timing import Row
 from kvfs.cli.main import main as root
 
@@ -35,6 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (("1m", 2000, 4, 1e-3), ("128k", 1000, 2, 0.15e-3))
     monkeypatch.setattr(check, "SIZES", sizes)
     monkeypatch.setattr(payload, "TOKENS", 2000)
+    monkeypatch.setattr(cleaner, "PHASE_SECONDS", 0.3)
 
 
 def bench(*args: str) -> Any:
