@@ -20,8 +20,10 @@ MANUAL = {
     lies. The preset says how large a block is. GPUs and their rate say how many tokens are computed
     a second: those of prompts that are not stored; so more hits mean more requests, and more bytes
     read. Every block that is computed is stored, and stays for its time to live, or for less if the
-    room does not last so long. The index takes 42 bytes a block; a router reads the journals of
-    all writers. On 3FS each run begins in a chunk of its own.
+    room does not last so long. What GPUs that decode store comes with the prompt that follows. The
+    index takes 42 bytes a block; a router reads the journals of all writers. On 3FS each run begins
+    in a chunk of its own, and the directory of a day goes by one call. What removals 3FS has shown,
+    its authors have published: it is no limit.
 
     Nothing is stored and no time passes: queues, retries and hot spots are not in it.
     """,
@@ -41,6 +43,9 @@ MANUAL = {
     unused_share -- of the room: what runs leave at the ends of chunks
     removals -- files removed
     removals_by_block -- the same with a file for each block
+    removal_calls -- calls that remove them: one for each day's directory, or one for each file
+    where room is too short for the time to live
+    chunk_removals, chunk_removals_by_block -- chunks that the servers then remove
     """,
 }
 DEFAULT_TRACE = "weka_claude_code_small"
@@ -103,6 +108,11 @@ def command(settings: Settings, /, trace: str, preset: str, packed: bool, **chos
 
 
 def _print(p: Plan, fleet: Fleet) -> None:
+    from kvfs.sim.fleet import REMOVALS_SHOWN as shown
+
+    day = p.removal_calls * 86400
+    calls = f"{day:.0f} call a day" if day <= 1 else f"{p.removal_calls:,.1f} calls/s"
+
     def rate(n: float) -> str:
         return f"{output.size(n)}/s"
 
@@ -118,8 +128,11 @@ def _print(p: Plan, fleet: Fleet) -> None:
                          f"{p.server_read_share:.0%} of what it can do"),
         ("server writes", f"{p.server_writes:,.0f}/s, {rate(p.server_write_rate)}, "
                           f"{p.server_write_share:.0%} of what it can do"),
-        ("removals", f"{p.removals:,.1f} files/s; a file for each block: "
-                     f"{p.removals_by_block:,.0f}/s"),
+        ("removals", f"{p.removals:,.1f} files/s by {calls}; "
+                     f"a file for each block: {p.removals_by_block:,.0f}/s"),
+        ("chunks", f"{p.chunk_removals:,.0f}/s removed by the servers; a file for each block: "
+                   f"{p.chunk_removals_by_block:,.0f}/s, {p.chunk_removals_by_block / shown:.1%} "
+                   f"of what 3FS has shown ({shown / 1e6:.1f} million/s)"),
     ])  # fmt: skip
     for share, what in ((p.server_read_share, "read"), (p.server_write_share, "write")):
         if share > 1:

@@ -19,6 +19,8 @@ from kvfs.sim.trace import Request
 
 INDEX_BYTES = 42
 """Of a block in an index of 10 million, measured."""
+REMOVALS_SHOWN = 1.4e6
+"""Removals a second that 3FS has shown at its peak, by its own publication."""
 _DAY = 86400.0
 
 
@@ -161,6 +163,13 @@ class Plan:
     """Files removed."""
     removals_by_block: float
     """The same with a file for each block."""
+    removal_calls: float
+    """Calls that remove them: one for the directory of a day where its files last their time to
+    live, one for each where room is short."""
+    chunk_removals: float
+    """Chunks that the servers then remove, replicas included."""
+    chunk_removals_by_block: float
+    """The same with a file for each block."""
 
 
 def plan(requests: Iterable[Request], fleet: Fleet) -> Plan:
@@ -180,6 +189,7 @@ def plan(requests: Iterable[Request], fleet: Fleet) -> Plan:
     write_rate = write * fleet.replicas / fleet.servers
     # What comes in goes out: as segments, or as blocks.
     by_block = new * each
+    removals = stored / fleet.segment_bytes
     return Plan(
         requests=rate,
         prompt_tokens=mix.blocks * fleet.block_tokens / mix.requests,
@@ -197,8 +207,11 @@ def plan(requests: Iterable[Request], fleet: Fleet) -> Plan:
         server_write_rate=write_rate,
         server_write_share=write_rate / fleet.server_write,
         unused_share=1 - new * fleet.stride / mix.used_bytes,
-        removals=stored / fleet.segment_bytes,
+        removals=removals,
         removals_by_block=by_block,
+        removal_calls=removals if retention < fleet.ttl_seconds else min(removals, 1 / _DAY),
+        chunk_removals=stored / fleet.geometry.extent * fleet.replicas,
+        chunk_removals_by_block=by_block * -(-fleet.stride // fleet.extent) * fleet.replicas,
     )
 
 

@@ -48,6 +48,8 @@ def test_a_plan() -> None:
     assert p.resident_bytes == pytest.approx((5 << 20) * 0.4 * 10)
     assert p.blocks == pytest.approx(100) and p.index_bytes == pytest.approx(100 * INDEX_BYTES)
     assert p.removals == pytest.approx((5 << 20) * 0.4 / (256 << 20))
+    assert p.removal_calls == pytest.approx(1 / 86400), "the directory of a day at once"
+    assert p.chunk_removals == pytest.approx(5 * 0.4) and p.chunk_removals_by_block == 10
     assert 1 - p.unused_share == pytest.approx(25 * 114_688 / (5 << 20))
 
 
@@ -55,6 +57,7 @@ def test_room_that_does_not_last() -> None:
     small = dataclasses.replace(FLEET, server_bytes=(5 << 20) * 0.4)
     p = plan(TWO_TURNS, small)
     assert p.retention_seconds == pytest.approx(2) and p.resident_bytes == small.capacity
+    assert p.removal_calls == p.removals, "files go before their days are over"
 
 
 def test_replicas_cost_writes_and_room_and_no_reads() -> None:
