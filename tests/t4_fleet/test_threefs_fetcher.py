@@ -45,8 +45,10 @@ def stock(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.fixture
-def connect(stock: Stock) -> Iterator[Callable[[], FetchClient]]:
+def connect(stock: Stock, host: Host) -> Iterator[Callable[[], FetchClient]]:
     clients: list[FetchClient] = []
+    stock.store.backend.release()
+    before = shared_memory()
 
     def make() -> FetchClient:
         options = Options(arena_bytes=32 << 20, threads=4, parent=os.getpid())
@@ -60,6 +62,15 @@ def connect(stock: Stock) -> Iterator[Callable[[], FetchClient]]:
     for pid in pids:
         end(pid)
     sweep(SHM)  # as the next fetcher would
+    stock.store.backend.release()
+    while host.links():  # whatever happened: no ring and no memory is left with the daemon
+        time.sleep(0.01)
+    assert shared_memory() == before
+
+
+def shared_memory() -> set[str]:
+    """Names of what rings and memory are made of, and of no other test's."""
+    return {n for n in os.listdir(SHM) if n.startswith(("hf3fs-iov", f"kvfs-{os.geteuid()}-iov"))}
 
 
 def fetched(client: FetchClient, stock: Stock, *, deadline: float = 20.0) -> int:
@@ -80,9 +91,10 @@ def test_blocks_land_in_the_arena_without_a_copy(
 ) -> None:
     client = connect()
     assert fetched(client, stock) == 199
-    # Rings that forbid holes are those of direct reads; the fetcher has no memory but its arena's
-    # and the session's own.
-    assert any(name.endswith(".f11") for name in host.links())
+    # Rings that forbid holes are those of direct reads; a read that were copied would have come by
+    # one that does not.
+    rings = [name for name in host.links() if ".r" in name]
+    assert rings and all(name.endswith(".f11") for name in rings)
     assert client.stats()["bytes_read"] == 199 * stock.ns.stride
 
 
@@ -134,6 +146,47 @@ def test_the_daemon_dies_in_the_middle_and_returns(
     host.start()
     took = _until_whole(client, stock)
     assert took < 5, took
+
+
+def test_completions_that_never_come(
+    stock: Stock, host: Host, connect: Callable[[], FetchClient]
+) -> None:
+    """The request ends at its deadline; when the daemon is replaced, all goes on."""
+    client = connect()
+    host.set(drop_every=5)
+    hasher = stock.ns.hasher(PROMPT)
+    plan = stock.store.check(stock.ns, hasher)
+    with client.fetch(stock.ns, plan, hasher, deadline=1.0) as ticket:
+        ticket.wait()
+        assert ticket.good < 199
+    host.kill()
+    host.start()
+    assert _until_whole(client, stock) < 5
+
+
+def test_a_segment_is_removed_under_the_reader(
+    stock: Stock, host: Host, connect: Callable[[], FetchClient]
+) -> None:
+    """Its chunks are gone at once, as where there is no room; a good prefix, then a miss."""
+    client = connect()
+    host.set(delay_ms=50, gc_delay_s=0)
+    hasher = stock.ns.hasher(PROMPT)
+    plan = stock.store.check(stock.ns, hasher)
+    with client.fetch(stock.ns, plan, hasher, deadline=20.0) as ticket:
+        while not ticket.good:
+            time.sleep(0.001)
+        stock.store.backend.remove_tree("seg")
+        ticket.wait()
+        good = ticket.good
+        lineages = hasher.lineages(good)
+        for i in range(good):
+            assert ticket.payload(i) == payload(lineages[16 * i : 16 * i + 16], ROW)
+    assert 0 < good < 199
+    host.set(delay_ms=0)
+    assert stock.fetch(PROMPT)[0] == 0, "and is forgotten"
+    assert stock.put(PROMPT).stored == 200, "into a new segment"
+    client.evict()
+    assert _until_whole(client, stock) < 15
 
 
 def test_a_fetcher_killed_in_the_middle_leaves_no_ring(

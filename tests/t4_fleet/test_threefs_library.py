@@ -92,9 +92,12 @@ def test_nothing_of_it_is_left_when_it_is_released(host: Host, hf3fs_library: st
     assert host.links() == [] and sorted(os.listdir(SHM)) == before
 
 
-def test_results_that_do_not_come_keep_their_memory(host: Host, hf3fs_library: str) -> None:
+@pytest.mark.parametrize("ours", [True, False])
+def test_results_that_do_not_come_keep_their_memory(
+    host: Host, hf3fs_library: str, ours: bool
+) -> None:
     backend = ThreefsBackend(
-        str(host.point), seconds=0.3, bounce_bytes=1 << 20, library=hf3fs_library
+        str(host.point), seconds=0.3, bounce_bytes=1 << 20, library="" if ours else hf3fs_library
     )
     file = backend.create("x")
     data = os.urandom(5 * CHUNK)
