@@ -59,12 +59,14 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.ready = False
+        self.loaded: bytes | None = None
 
     def restored(
         self, name: str, store: Path, ids: Any, state: bytes | None = None,
-        slots: Path | None = None,
+        slots: Path | None = None, replay: str = "exact", **options: Any,
     ) -> tuple[int, Any]:  # fmt: skip
-        """(tokens the child loaded, its logits of all others). slots: directory of a slot pool."""
+        """(tokens the child loaded, its logits of all others). slots: directory of a slot pool;
+        options: of tiny_models.build. `loaded` is the state it goes on with."""
         assert self.process.stdin is not None and self.process.stdout is not None
         if not self.ready:
             assert self.process.stdout.readline() == "ready\n"
@@ -76,9 +78,12 @@ class Child:
             "name": name, "store": str(store), "index": str(work / "index-of-child"),
             "tokens": ids[0].tolist(), "state": str(work / "state") if state else None,
             "slots": str(slots) if slots else None, "out": str(work / "logits"),
+            "replay": replay, "options": options, "loaded": str(work / "loaded"),
         }  # fmt: skip
+        (work / "loaded").unlink(missing_ok=True)
         print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline())
+        self.loaded = (work / "loaded").read_bytes() if (work / "loaded").exists() else None
         data = torch.frombuffer(bytearray((work / "logits").read_bytes()), dtype=torch.float32)
         return answer["tokens"], data.view(-1, tiny_models.VOCABULARY)
 

@@ -118,16 +118,19 @@ def restore(request: dict[str, Any]) -> dict[str, Any]:
     from kvfs.connectors.transformers import CacheStore, digest_weights
     from kvfs.state.slots import SlotPool
 
-    model = build(request["name"])
+    model = build(request["name"], **request["options"])
     ids = torch.tensor([request["tokens"]])
     state = Path(request["state"]).read_bytes() if request["state"] else None
     with Store.open(request["store"], index=request["index"]) as store:
         cs = CacheStore(store, model, weights=digest_weights(model), tokenizer="none")
         if request["slots"]:
             cs.slots = SlotPool.open(cs.identity, directory=request["slots"])
-        cache, tokens = cs.load(ids, state)
+        cache, tokens = cs.load(ids, state, replay=request["replay"])
         if cs.slots is not None:
             cs.slots.close()
+        loaded = cs.state(ids[:, :tokens], cache)
+        if loaded is not None:
+            Path(request["loaded"]).write_bytes(loaded)
     Path(request["out"]).write_bytes(logits(model, ids, cache).numpy().tobytes())
     return {"tokens": tokens, "namespace": cs.identity.name}
 
