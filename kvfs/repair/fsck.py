@@ -6,7 +6,8 @@ follows them, out of sight on every host (CUT entries in the journal), and segme
 gone (DROP); an index that contradicts itself is rebuilt. Sound data is never removed, a file never
 changed, and what may only be out of reach (a segment that cannot be opened) is left alone.
 
-The store may be in use meanwhile: what vanished or came while it was looked at is no finding.
+The store may be in use meanwhile: what vanished or came while it was looked at is no finding. So
+before bad records and missing files are believed, the journals of the other hosts are followed.
 Blocking; one thread and a helper that reads ahead.
 """
 
@@ -93,6 +94,7 @@ class _Fsck:
         self._visible: dict[bytes, set[_Place]] = defaultdict(set)
         self._footers: dict[bytes, tuple[RunEntry, ...]] = {}
         self._unsealed: list[Segment] = []
+        self._suspects: list[tuple[Segment, Audit]] = []
         self._bad: list[tuple[Run, int]] = []
         self._missing: list[Segment] = []
         self._total = self._done = 0
@@ -127,6 +129,10 @@ class _Fsck:
                 self._add("index", segment.path, f"of unknown namespace number {segment.ns}")
                 continue
             self._check_segment(ns, segment)
+        if self._suspects:
+            self.store.catch_up()
+        for segment, found in self._suspects:
+            self._take(segment, found)
         if self.progress is not None:
             self.progress(self._done, self._done)
 
@@ -144,7 +150,10 @@ class _Fsck:
             self._footers[segment.segment] = found.footer
         elif found.unsealed:
             self._unsealed.append(segment)
-        self._take(segment, found)
+        if found.bad or found.missing:
+            self._suspects.append((segment, found))
+        else:
+            self._take(segment, found)
 
     def _read(self, n: int) -> None:
         self.report.bytes += n

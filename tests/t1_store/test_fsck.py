@@ -465,6 +465,32 @@ def test_what_goes_while_it_is_checked_is_no_damage(
     assert not report.damaged and stock.sound(B) == 10
 
 
+def test_what_another_host_takes_while_it_is_checked_is_no_damage(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is published there, removed after the grace, and not followed here yet."""
+    host = stock.another(index=f"{stock.store.path}.host")
+    stock.put(A, ttl_class="agent")
+    stock.put(B)
+    index = stock.store.index
+    runs_of = index.runs_of
+
+    def late(number: int) -> Any:
+        monkeypatch.undo()
+        host.store.remove(host.ns, A)
+        stock.store.writer().retire({s.segment for s in index.segments()})
+        Collector(host.store).run()
+        stock.clock.now += DAY
+        assert Collector(host.store).run().removed
+        return runs_of(number)
+
+    host.store.catch_up()
+    monkeypatch.setattr(index, "runs_of", late)
+    report = fsck(stock.store)
+    assert not report.damaged, report.findings
+    assert stock.sound(B) == 10
+
+
 def test_while_others_write(stock: Stock) -> None:
     """Runs that are published while it reads are no finding, whatever it sees first."""
     other = stock.another()
