@@ -43,13 +43,17 @@ OWNERS = {
     "hypercorn": {"kvfs.peers"},
     "lmdb": {"kvfs.bench", "kvfs.index"},
     "pyfuse3": {"kvfs.mount"},
+    "sglang": {"kvfs.connectors"},
     "torch": {"kvfs.bench", "kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
     "triton": {"kvfs.gpu"},
     "vllm": {"kvfs.connectors"},
     "trio": {"kvfs.fetcher", "kvfs.mount", "kvfs.peers", "kvfs.testing"},
 }
-HEAVY = {"click", "hypercorn", "lmdb", "numpy", "pyfuse3", "torch", "transformers", "trio", "vllm"}
+HEAVY = {
+    "click", "hypercorn", "lmdb", "numpy", "pyfuse3", "sglang", "torch", "transformers", "trio",
+    "vllm",
+}  # fmt: skip
 # The storage is reached through the backend, so that faults can be injected in one place.
 # The index lies on a local disk and takes care of its own files; arena and fetcher use memory;
 # benchmarks also measure what the file system does without kvfs.
