@@ -40,7 +40,7 @@ class SlotEntry:
     when_ms: int
     host: str
     address: str
-    """Where the host answers for it, "" if it does not."""
+    """Where the host answers for it, "" if that is not said here."""
 
     def body(self) -> bytes:
         fixed = _SLOT.pack(

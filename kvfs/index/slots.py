@@ -95,23 +95,43 @@ def apply_slot(applier: Applier, entry: SlotEntry) -> None:
     if not _sound(entry):
         applier.count("slots_refused")
         return
-    pool = _pool(txn, entry.pool) or _Pool(ns, 0, 0, entry.host, entry.address)
+    known = _pool(txn, entry.pool)
+    pool = known or _Pool(ns, 0, 0, entry.host, entry.address)
+    pool = replace(pool, host=entry.host, address=_address(txn, entry, pool))
     _note_address(txn, entry, ns)
     where = PREFIX.pack(ns) + entry.anchor + entry.pool
     old = _row(txn, where)
-    if old is not None:
-        _, generation, expires, _ = SLOT.unpack(old)
-        known_gone = not expires and entry.generation <= generation
-        if known_gone or (entry.generation, entry.expires_ms) <= (generation, expires):
-            return
-    elif entry.generation <= pool.gone:
-        return
-    _put(txn, where, old, entry.position, entry.generation, entry.expires_ms, entry.expires_ms)
-    new = old is None or not SLOT.unpack(old)[2]
-    changed = replace(pool, count=pool.count + new, host=entry.host, address=entry.address)
-    txn.put(POOLS + entry.pool, changed.value())
-    applier.count("slots")
-    _purge(applier, entry.when_ms)
+    news = _is_news(entry, old, pool)
+    if news:
+        _put(txn, where, old, entry.position, entry.generation, entry.expires_ms, entry.expires_ms)
+        pool = replace(pool, count=pool.count + (old is None or not SLOT.unpack(old)[2]))
+        applier.count("slots")
+    if pool != known:
+        txn.put(POOLS + entry.pool, pool.value())
+    if news:
+        _purge(applier, entry.when_ms)
+
+
+def _is_news(entry: SlotEntry, old: bytes | None, pool: _Pool) -> bool:
+    """Whether the slot is later than what is known, or lives longer. old: its row."""
+    if old is None:
+        return entry.generation > pool.gone
+    _, generation, expires, _ = SLOT.unpack(old)
+    known_gone = not expires and entry.generation <= generation
+    return not known_gone and (entry.generation, entry.expires_ms) > (generation, expires)
+
+
+def _address(txn: Any, entry: SlotEntry, pool: _Pool) -> str:
+    """Where the pool answers, as far as is known now: what was said last of it.
+
+    An entry without an address says nothing of that: it is from a process of the pool's host that
+    stores slots, and another one answers for them.
+    """
+    if not pool.address or not entry.address:
+        return entry.address or pool.address
+    said = _served(txn, entry.pool, pool)
+    before = said is not None and (entry.when_ms, entry.address) < (said, pool.address)
+    return pool.address if before else entry.address
 
 
 def _sound(entry: SlotEntry) -> bool:

@@ -28,8 +28,9 @@ class Directory:
     def __init__(
         self, store: Store, pool: SlotPool, *, address: str = "", host: str | None = None
     ) -> None:
-        """address: where this host answers for the pool, "" if it does not; host: default the name
-        of this machine. Raises InputError for texts that are too long.
+        """address: where this host answers for the pool, "" if it does not, or if another process
+        of it does (kvctl serve) and says so itself; host: default the name of this machine. Raises
+        InputError for texts that are too long.
         """
         self.store = store
         self.pool = pool

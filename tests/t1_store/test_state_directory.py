@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -538,6 +539,26 @@ def test_the_pool_heard_of_last_at_an_address_counts(paper: Index) -> None:
     # Two pools without an address do not stand in each other's way.
     fresh(paper, [slot("a", 0, 2), slot("a", 1, 2, life="2", when=NOW + 5)])
     assert {i for _, i, _, _ in named(paper)} == {0, 1}
+
+
+def test_who_does_not_say_where_it_answers_takes_nothing_back(paper: Index) -> None:
+    """An engine stores slots, and the service of its host answers for them; each tells of both."""
+    engine, service = slot("a", 0, 2), slot("a", 0, 2, address="a:7", when=NOW + 1)
+    later = slot("a", 1, 4, when=NOW + 2)
+    for order in itertools.permutations([engine, service, later]):
+        fresh(paper, list(order))
+        assert addresses(paper) == {"a:7"} and not faults(paper), order
+    # One that was started anew answers elsewhere.
+    moved = slot("a", 0, 2, address="a:9", when=NOW + 9)
+    for order in itertools.permutations([engine, service, later, moved]):
+        fresh(paper, list(order))
+        assert addresses(paper) == {"a:9"} and not faults(paper), order
+
+
+def addresses(index: Index) -> set[str]:
+    """Where the holders are said to answer."""
+    number = index.namespaces()[SWA.nsid][0]
+    return {h.address for i in range(6) for h in index.slot_holders(number, anchor(i), NOW, "")}
 
 
 def test_rows_whose_time_is_over_go_by_and_by(paper: Index) -> None:
