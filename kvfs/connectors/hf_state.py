@@ -2,20 +2,28 @@
 
 The data are the pieces of the state (kvfs.connectors.hf_layout), filled up with zeros to the size
 of a slot of the namespace; what they are of is said by kvfs.state.slot. They are kept in a slot
-pool of this host, or handed out as bytes: description, then data. A state is used only for the
-tokens, the model and the layout it was taken with; what does not fit is a miss with a reason.
+pool of this host, pulled from another host's, or handed out as bytes: description, then data. A
+state is used only for the tokens, the model and the layout it was taken with; what does not fit is
+a miss with a reason.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs.chain import PrefixHasher
 from kvfs.errors import FormatError, InputError, KvfsError
 from kvfs.namespace import Namespace
+from kvfs.peers.client import PeerClient
+from kvfs.peers.load import find_slot
 from kvfs.state.slot import META_BYTES, Anchor, SlotMeta, checksum
 from kvfs.state.slots import SlotPool
+from kvfs.store import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,14 @@ class State:
 
     tokens: int
     data: Any
+
+
+class Places(NamedTuple):
+    """Where states are looked for: a slot pool of this host, and other hosts for some seconds."""
+
+    pool: SlotPool | None
+    client: PeerClient | None
+    seconds: float
 
 
 def fill(ns: Namespace, payload: Any) -> bytes:
@@ -71,15 +87,31 @@ def keep(pool: SlotPool, hasher: PrefixHasher, state: State) -> None:
     pool.write(Anchor.of(hasher, state.tokens), state.data)
 
 
-def find(pool: SlotPool, hasher: PrefixHasher, blocks: int, above: int) -> State | None:
-    """The state in a pool of the longest prefix of `above` + 1 to `blocks` blocks."""
-    size = hasher.root.block_tokens
-    for block in range(blocks, above, -1):
-        anchor = Anchor.of(hasher, block * size)
-        try:
-            slot = None if pool.lookup(anchor) is None else pool.read(anchor)
-        except KvfsError:
-            return None
-        if slot is not None:
-            return State(block * size, slot.data)
+def find(
+    store: Store, ns: Namespace, hasher: PrefixHasher, blocks: range, places: Places
+) -> State | None:
+    """The state of the longest of the prefixes of so many blocks that is here or at another host.
+
+    blocks: descending. Nothing is raised.
+    """
+    until = time.monotonic() + places.seconds
+    reasons: list[str] = []
+    try:
+        for block in blocks:
+            anchor = Anchor.of(hasher, block * ns.block_tokens)
+            here = places.pool is not None and places.pool.lookup(anchor) is not None
+            away = places.client is not None and time.monotonic() < until
+            hints = store.slot_holders(ns, hasher, anchor.position) if away else []
+            if not here and not hints:
+                continue
+            slot, source = find_slot(
+                ns, anchor, hints, until, reasons, pool=places.pool, client=places.client
+            )
+            if slot is not None:
+                log.debug("%s: the slot at %d: %s", ns.name, anchor.position, source)
+                return State(anchor.position, slot.data)
+    except KvfsError as e:
+        reasons.append(str(e))
+    if reasons:
+        log.info("%s: no slot: %s", ns.name, "; ".join(reasons))
     return None

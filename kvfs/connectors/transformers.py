@@ -30,6 +30,7 @@ from kvfs.connectors.hf_identity import digest_tokenizer, digest_weights, identi
 from kvfs.connectors.hf_layout import forward, measure
 from kvfs.errors import BusyError, InputError, KvfsError
 from kvfs.layout import Partition
+from kvfs.peers.client import PeerClient
 from kvfs.state.slots import SlotPool
 from kvfs.store import Store
 
@@ -38,6 +39,7 @@ __all__ = ["CacheStore", "Prefilled", "digest_tokenizer", "digest_weights"]
 log = logging.getLogger(__name__)
 
 Replay = Literal["exact", "window", "never"]
+PEER_SECONDS = 1.0
 
 # Rows are gathered so many bytes at a time: one buffer, however long the prompt.
 _BATCH_BYTES = 64 << 20
@@ -74,6 +76,8 @@ class CacheStore:
                       blocks alone
         cs.slots      the slot pool of such a model's states on this host, None until one is set:
                       with SlotPool.open(cs.identity, 1 << 30) as cs.slots: ...
+        cs.peers      a PeerClient (kvfs.peers.client) to ask other hosts for such states with,
+                      None until one is set; cs.peer_seconds: how long at most for one prompt
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class CacheStore:
         )  # fmt: skip
         self.ns = store.create_namespace(self.identity, default_class=ttl_class)
         self._slots: SlotPool | None = None
+        self.peers: PeerClient | None = None
+        self.peer_seconds = PEER_SECONDS
 
     @property
     def hybrid(self) -> bool:
@@ -244,9 +250,11 @@ class CacheStore:
             elif given.tokens <= most * size:
                 return _Way(given.tokens // size, given.data)
         start = self._replay_start(most * size, replay)
-        if self.slots is not None:
+        if self.slots is not None or self.peers is not None:
             # A slot before the replay's start would save less than the replay does.
-            found = hf_state.find(self.slots, hasher, most, max(0, start // size - 1))
+            blocks = range(most, max(0, start // size - 1), -1)
+            places = hf_state.Places(self.slots, self.peers, self.peer_seconds)
+            found = hf_state.find(self.store, self.ns, hasher, blocks, places)
             if found is not None:
                 return _Way(found.tokens // size, found.data)
         return _Way(most, start=start) if start else None

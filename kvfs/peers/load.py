@@ -69,7 +69,10 @@ def load_state(
             hasher = ns.as_prefix(tokens)
             for position in slot_anchors(plan.hit_tokens, ns.block_tokens):
                 anchor = Anchor.of(hasher, position)
-                slot, source = _find(store, ns, plan, anchor, until, pool, client, into, reasons)
+                hints = _hints(store, plan, anchor)
+                slot, source = find_slot(
+                    ns, anchor, hints, until, reasons, pool=pool, client=client, into=into
+                )
                 if slot is not None:
                     found = decide(plan, ns.identity, {position}, exact=exact)
                     return Loaded(slot, found, source, tuple(reasons))
@@ -78,11 +81,16 @@ def load_state(
     return Loaded(None, decide(plan, ns.identity, (), exact=exact), "", tuple(reasons))
 
 
-def _find(
-    store: LocalStore, ns: Namespace, plan: Plan, anchor: Anchor, until: float,
-    pool: SlotPool | None, client: PeerClient | None, into: Any, reasons: list[str],
+def find_slot(
+    ns: Namespace, anchor: Anchor, hints: Iterable[SlotHint], until: float, reasons: list[str], *,
+    pool: SlotPool | None = None, client: PeerClient | None = None, into: Any = None,
 ) -> tuple[Slot | None, str]:  # fmt: skip
-    """The slot of one anchor and where it was, or (None, ""); says in `reasons` why."""
+    """The slot of one anchor and where it was, "local" or an address; (None, "") if it is not had.
+
+    anchor: with its lineage; hints: who is said to have it, the one to ask first in front; until:
+    of time.monotonic; reasons: gets why not; the rest as for `load_state`. Nothing is raised for
+    what other hosts do.
+    """
     slot = None if pool is None else pool.read(anchor, into)
     if slot is not None:
         return slot, "local"
@@ -90,7 +98,7 @@ def _find(
     assert state is not None
     own = b"" if pool is None else pool.pool_id
     asked = 0
-    for hint in _hints(store, plan, anchor):
+    for hint in hints:
         if client is None or not hint.address or hint.pool == own:
             continue
         asked += 1

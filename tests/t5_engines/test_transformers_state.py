@@ -30,7 +30,10 @@ from transformers import DynamicCache, cache_utils
 from kvfs import Store
 from kvfs.connectors import hf_copy
 from kvfs.errors import InputError
+from kvfs.peers.client import PeerClient
+from kvfs.peers.service import PeerService
 from kvfs.state.slots import SlotPool
+from kvfs.testing.peers import SECRET
 
 # taken and refused
 
@@ -132,6 +135,34 @@ def test_a_slot_is_taken_unless_a_replay_saves_more(store: Store, tmp_path: Path
         cs.save(ids, filled(model, ids))
         assert cs.load(ids)[1] == 4 * BLOCK, "a replay from 384 on"
         assert cs.load(ids[:, :512])[1] == 2 * BLOCK, "a replay would begin at 256 too"
+
+
+def test_a_slot_is_pulled_from_another_host(store_dir: Path, tmp_path: Path) -> None:
+    model = tiny_models.build("gpt_oss", sliding_window=200)  # a replay would take all of it
+    for host in "ab":
+        (tmp_path / host).mkdir()
+    with (
+        Store.init(store_dir, index=str(tmp_path / "a" / "index")) as here,
+        Store.open(store_dir, index=str(tmp_path / "b" / "index")) as there,
+        PeerClient(SECRET) as client,
+    ):
+        a, b = cache_store(here, model), cache_store(there, model)
+        assert a.ns.name == b.ns.name
+        with SlotPool.open(a.identity, 1 << 20, directory=str(tmp_path / "a")) as a.slots:
+            cache = a.prefill(IDS).cache
+            service = PeerService(here, "127.0.0.1:0", SECRET, directory=str(tmp_path / "a"))
+            with service:
+                service.announcer.turn()
+                there.catch_up()
+                assert b.load(IDS)[1] == 0, "nobody to ask with"
+                b.peers, b.peer_seconds = client, 60.0
+                loaded, tokens = b.load(IDS)
+                assert tokens == HELD
+                assert service.app.counters["get.200"] == 1
+            in_memory = tiny_models.logits(model, IDS, cache)
+            assert torch.equal(tiny_models.logits(model, IDS, loaded), in_memory)
+            assert b.load(IDS)[1] == 0, "the other host has left, and a replay is of no use"
+            b.peers = None
 
 
 def test_a_pool_of_another_model_is_refused(store: Store, mistral: Any, tmp_path: Path) -> None:
