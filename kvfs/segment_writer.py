@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -25,8 +24,10 @@ from kvfs.namespace import Namespace
 from kvfs.record import PAGE, RunBlocks, encode_metas
 from kvfs.segment import Header, encode_end, segment_id, segment_path
 
-# Records are hashed and written a few at a time: the next are hashed while these are written.
-WRITE_BYTES = 4 << 20
+# Records are hashed and written a few at a time: the write finds what was just hashed in the
+# second-level cache, so that hashing costs a tenth of the write. To hash ahead in a thread costs
+# more on a host that has other work: the two wait for each other.
+WRITE_BYTES = 1 << 20
 RESERVE_BYTES = 64 << 20
 """The most room a segment takes before it needs it; a writer that is killed leaves so much."""
 
@@ -67,38 +68,6 @@ class Written:
     slot: int
     blocks: int
     error: KvfsError | None
-
-
-class _Ahead:
-    """Encodes the next records in a thread while the caller writes those before them.
-
-    Yields, for each count, the list of so many metas. A single batch is encoded as it is asked for.
-    """
-
-    def __init__(self, metas: Iterator[bytes], counts: list[int]) -> None:
-        self._metas = metas
-        self._counts = counts
-        self._pool = ThreadPoolExecutor(1, "kvfs-encode") if len(counts) > 2 else None
-
-    def __enter__(self) -> Iterator[list[bytes]]:
-        return self._batches()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def _batches(self) -> Iterator[list[bytes]]:
-        if self._pool is None:
-            yield from (self._next(n) for n in self._counts)
-            return
-        coming = self._pool.submit(self._next, self._counts[0])
-        for n in self._counts[1:]:
-            ready, coming = coming.result(), self._pool.submit(self._next, n)
-            yield ready
-        yield coming.result()
-
-    def _next(self, n: int) -> list[bytes]:
-        return list(islice(self._metas, n))
 
 
 class SegmentWriter:
@@ -215,22 +184,20 @@ class SegmentWriter:
         metas = encode_metas(ns.shape, run, now_ms, payloads)
         # Where runs have extents of their own each is written by one call.
         most = 0 if self.config.own_extents else WRITE_BYTES
-        pieces = list(geometry.pieces(slot, len(payloads), most))
         at = done = 0
-        with _Ahead(metas, [n for _, n in pieces]) as encoded:
-            for (offset, n), tails in zip(pieces, encoded, strict=True):
-                buffers: list[Buffer] = []
-                for payload, tail in zip(payloads[at : at + n], tails, strict=True):
-                    buffers += (payload, tail)
-                try:
-                    write_all(self.backend, segment.file, buffers, offset)
-                except WriteCut as e:
-                    e.written += done
-                    raise
-                if self.config.durability != "none":
-                    with contextlib.suppress(OSError):  # a hint: what is wrong, the sync will say
-                        self.backend.write_behind(segment.file, offset, n * geometry.stride)
-                at, done = at + n, done + n * geometry.stride
+        for offset, n in geometry.pieces(slot, len(payloads), most):
+            buffers: list[Buffer] = []
+            for payload, tail in zip(payloads[at : at + n], islice(metas, n), strict=True):
+                buffers += (payload, tail)
+            try:
+                write_all(self.backend, segment.file, buffers, offset)
+            except WriteCut as e:
+                e.written += done
+                raise
+            if self.config.durability != "none":
+                with contextlib.suppress(OSError):  # a hint: what is wrong, the sync will say
+                    self.backend.write_behind(segment.file, offset, n * geometry.stride)
+            at, done = at + n, done + n * geometry.stride
 
     def _reserve_room(self, segment: OpenSegment, end: int) -> None:
         """Takes room up to `end`, and more the more the segment has: writing into room that is

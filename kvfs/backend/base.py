@@ -180,8 +180,7 @@ def write_all(backend: Backend, file: OpenFile, buffers: Sequence[Buffer], offse
     short count first and an error only on the next call). Raises WriteCut with what got there.
     """
     done = 0
-    queue = [memoryview(b).cast("B") for b in buffers if len(b)]
-    queue.reverse()
+    queue = _queue(buffers)
     while queue:
         batch = queue[: -IOV_MAX - 1 : -1]
         try:
@@ -201,18 +200,30 @@ def read_into(backend: Backend, file: OpenFile, buffers: Sequence[memoryview], o
     Raises ReadCut with what was read before the error.
     """
     done = 0
-    queue = [memoryview(b).cast("B") for b in buffers if len(b)]
-    queue.reverse()
-    while queue:
+    # Nearly always one call brings everything: the queue is made only if something is left.
+    queue = None if len(buffers) <= IOV_MAX else _queue(buffers)
+    while queue is None or queue:
+        batch = buffers if queue is None else queue[: -IOV_MAX - 1 : -1]
         try:
-            n = backend.readv(file, queue[: -IOV_MAX - 1 : -1], offset + done)
+            n = backend.readv(file, batch, offset + done)
         except OSError as e:
             raise ReadCut(e.errno or errno.EIO, done, file.path) from e
         if n <= 0:
             break
         done += n
+        if queue is None:
+            if n == sum(b.nbytes for b in buffers):
+                break
+            queue = _queue(buffers)
         _consume(queue, n)
     return done
+
+
+def _queue(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """Views of the buffers' bytes, the first one last."""
+    queue = [memoryview(b).cast("B") for b in buffers if len(b)]
+    queue.reverse()
+    return queue
 
 
 def _consume(queue: list[memoryview], n: int) -> None:

@@ -83,7 +83,7 @@ def _run(command: list[str], log: Path, limit: float) -> str:
     with log.open("w") as f:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=f, stderr=f, stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )  # fmt: skip
     try:
         return f"exit {process.wait(limit)}"
