@@ -9,9 +9,10 @@ import click
 from kvfs.bench import BENCHES, LONG
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
+from kvfs.errors import InputError
 
 if TYPE_CHECKING:
-    from kvfs.bench.timing import Row
+    from kvfs.bench.timing import Options, Row
 
 MANUAL = {
     "Figures": """
@@ -24,8 +25,13 @@ MANUAL = {
     forms of tokens; with .per_block: as done with a SHA-256 chain and a lookup for every block
     check.miss -- a prompt whose first block is not stored
     put.128k.none, put.128k.batch -- 1,022 new blocks of DeepSeek-V4.1-Flash, by durability
-    fetch.128k.warm, fetch.128k.cold -- the same blocks read and verified, from the page cache and
-    without it; with .unverified: without the checksums of the payloads
+    fetch.128k.warm, fetch.128k.cold -- the same blocks read and verified in this process, from the
+    page cache and without it; with .unverified: without the checksums of the payloads
+    fetch.fetcher.4k, .128k, .1m -- 32, 1,022 and 7,812 blocks through the fetcher (see
+    kvctl-fetcher(1)), to the client: .warm and .cold; with .unverified: neither checksums nor
+    token ids are looked at; .first: the first 32 blocks of so many. 1m is left out where there is
+    too little memory: 4 GB and a half should be free
+    fetch.fetcher.clients2, .clients4 -- so many client processes at once, 1,022 blocks each
     startup.check, startup.help -- whole processes of kvctl check and kvctl --help
     follow.blocks -- a journal of a million blocks of another host into this host's index
     follow.check -- check of 131,072 tokens while a process follows such a journal
@@ -49,6 +55,15 @@ MANUAL = {
     what (in words); figures and limits (objects of further numbers by name, and what they are at
     most). What does not apply is null.
     machine -- kvfs, python, cpus, processor, filesystem
+    advice -- with --prefill-tokens-per-second: warm and cold, each an object: fixed_seconds and
+    tokens_per_second of loading, from_tokens (null: loading never beats recomputing), and for a
+    prompt of so many tokens load_seconds and compute_seconds
+    """,
+    "Advice": """
+    With --prefill-tokens-per-second the figures of fetch answer from which length on a stored
+    prefix should be loaded. Loading costs a fixed time and then so much for each token; the
+    fetches of 32 and of 1,022 blocks through the fetcher, with the check before them, give both.
+    The copy to the GPU is not in it, nor what else the GPU could do in the time.
     """,
 }
 
@@ -57,6 +72,7 @@ MANUAL = {
     kvctl bench
     kvctl bench check --blocks 1000000
     kvctl bench put fetch --store /srv/kvfs --json
+    kvctl bench fetch --store /srv/kvfs --prefill-tokens-per-second 20000
 """)
 @click.argument("names", metavar="[check|put|fetch|startup|follow|cleaner|state|all]...", nargs=-1,
                 type=click.Choice([*BENCHES, *LONG, "all"]))  # fmt: skip
@@ -72,11 +88,17 @@ MANUAL = {
               help="Samples of each figure. Default: 60 for check (500 for check.miss), 7 for put "
                    "and fetch, 20 for startup, 3 and 60 for follow, 8 for cleaner, 200 for "
                    "state.")  # fmt: skip
+@click.option("--clients", type=click.IntRange(1), default=4, show_default=True,
+              help="Client processes that fetch at once, at most.")  # fmt: skip
+@click.option("--prefill-tokens-per-second", "prefill", type=click.FloatRange(0, min_open=True),
+              metavar="N",
+              help="Say from which prefix length on loading beats recomputing at this speed.",
+              )  # fmt: skip
 @common.json_option
 @click.make_pass_decorator(Settings, ensure=True)
 def command(
     settings: Settings, names: tuple[str, ...], directory: str | None, index: str | None,
-    blocks: int, runs: int | None,
+    blocks: int, runs: int | None, clients: int, prefill: float | None,
 ) -> None:  # fmt: skip
     """Measure check, put, fetch and start-up beside the limits of this machine.
 
@@ -86,21 +108,25 @@ def command(
     from kvfs.bench import report
     from kvfs.bench.timing import Options
 
+    wanted = BENCHES if not names or "all" in names else names
+    if prefill is not None and "fetch" not in wanted:
+        raise InputError("--prefill-tokens-per-second is of the figures of fetch")
     with output.Progress("bench") as progress:
-        options = Options(blocks, runs, directory, index, progress.show)
-        wanted = BENCHES if not names or "all" in names else names
+        options = Options(blocks, runs, directory, index, progress.show, clients, prefill)
         rows = report.measure(wanted, options)
     if settings.as_json:
         output.json_line(report.to_json(rows, options))
     else:
-        _print(rows, report.machine(options))
+        _print(rows, options)
 
 
-def _print(rows: list[Row], machine: dict[str, object]) -> None:
+def _print(rows: list[Row], options: Options) -> None:
     from kvfs.bench import report
 
     output.table(report.HEADER, [report.cells(row) for row in rows], right=report.RIGHT)
     output.line()
     for note in report.notes(rows):
         output.line(note)
-    output.line(", ".join(f"{key} {value}" for key, value in machine.items()))
+    for line in report.advice(rows, options):
+        output.line(line)
+    output.line(", ".join(f"{key} {value}" for key, value in report.machine(options).items()))

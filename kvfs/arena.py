@@ -151,12 +151,12 @@ def _reserve(fd: int, size: int, directory: str | None) -> None:
 
 def _require_memory(size: int) -> None:
     """Refuses what would otherwise end with the kernel killing some process for its memory."""
-    have, what = _memory()
+    have, what = available_memory()
     if size > have:
         raise ConfigError(f"the arena needs {size} bytes and {what} {have}; make it smaller")
 
 
-def _memory() -> tuple[int, str]:
+def available_memory() -> tuple[int, str]:
     """(bytes this process could get at most, the text before the figure)."""
     limits = [(1 << 62, "there are")]
     with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as f:

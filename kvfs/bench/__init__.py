@@ -10,6 +10,7 @@ payload    prompts of 1,022 blocks and their bytes  put        `put.*`
 fetch      `fetch.*`                                startup    `startup.*`
 state      `state.*`, from state_host               netns      two network namespaces and a link
 follow     `follow.*`                               cleaner    `cleaner.*`
+fetcher    `fetch.fetcher.*`, with plain, clients   advice     what the figures of fetch advise
 report     tables and JSON
 
 steady     `steady.*`: days of a store's life

@@ -1,7 +1,8 @@
 """FETCH: 128 K stored tokens into memory that is there already, from the page cache and without it.
 
 Beside it, in turns: one plain read of the same payload bytes from one file into the same buffer.
-The store is on the file system under test; what it holds was put in one piece.
+The store is on the file system under test; what it holds was put in one piece. This is reading in
+the caller's process, as the command line and small tools do; kvfs.bench.fetcher has the fetcher.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvfs.bench import fetcher
 from kvfs.bench.payload import Prompts, hit_blocks, touched
 from kvfs.bench.place import drop_cache, new_store, scratch, segments
 from kvfs.bench.put import write
@@ -30,6 +32,11 @@ ROWS: dict[str, tuple[bool, bool, float]] = {
 
 def run(options: Options) -> Iterator[Row]:
     """Yields the rows `fetch.*`. Raises ConfigError, BackendError, SpaceError."""
+    yield from _direct(options)
+    yield from fetcher.run(options)
+
+
+def _direct(options: Options) -> Iterator[Row]:
     runs = options.runs or RUNS
     with ExitStack() as stack:
         cases, blocks, size = _cases(stack, options)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
 from kvfs import __version__
 from kvfs.bench import BENCHES, LONG
+from kvfs.bench.advice import FROM, advise
 from kvfs.bench.timing import Options, Row
 from kvfs.filesystems import filesystem_type
 
@@ -48,7 +49,27 @@ def _processor() -> str:
 
 
 def to_json(rows: Iterable[Row], options: Options) -> dict[str, Any]:
-    return {"rows": [row.to_json() for row in rows], "machine": machine(options)}
+    rows = list(rows)
+    out = {"rows": [row.to_json() for row in rows], "machine": machine(options)}
+    if options.prefill is not None:
+        out["advice"] = advise(rows, options.prefill)
+    return out
+
+
+def advice(rows: Iterable[Row], options: Options) -> Iterator[str]:
+    """From which length on loading beats recomputing, in words; nothing if nobody asked."""
+    if options.prefill is None:
+        return
+    for how, found in advise(rows, options.prefill).items():
+        tokens, speed = found["from_tokens"], found["tokens_per_second"]
+        costs = f"{duration(found['fixed_seconds'])} and a token each "
+        costs += duration(1 / speed) if speed else "nothing to speak of"
+        verdict = f"from {tokens:,} tokens on" if tokens else "never"
+        yield (
+            f"loading beats recomputing at {options.prefill:,.0f} tokens/s {verdict}, {FROM[how]}: "
+            f"it costs {costs}; {found['tokens']:,} tokens: {duration(found['load_seconds'])} "
+            f"instead of {duration(found['compute_seconds'])}"
+        )
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -85,8 +106,8 @@ def duration(seconds: float | None) -> str:
     """Three digits and a unit."""
     if seconds is None:
         return ""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale or unit == "us":
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        if seconds >= scale or unit == "ns":
             value = seconds / scale
             return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     raise AssertionError

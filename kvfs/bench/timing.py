@@ -31,6 +31,10 @@ class Options:
     index: str | None = None
     """Where their indexes are made: a local disk; None: the temporary directory."""
     progress: Progress = field(default=lambda text: None)
+    clients: int = 4
+    """Client processes that fetch at once, at most."""
+    prefill: float | None = None
+    """Tokens a second that the advice compares loading with."""
 
 
 @dataclass(frozen=True, slots=True)

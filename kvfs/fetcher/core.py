@@ -37,8 +37,9 @@ from kvfs.fetcher.wire import MAX_RANGES, Piece
 from kvfs.namespace import Namespace
 
 MAX_UNFINISHED = 256
-# One read and one range of the arena; small enough for the first blocks to arrive at once.
+# One read and one range of the arena; the first of a request is smaller, to be there at once.
 STRETCH_BYTES = 8 << 20
+FIRST_BYTES = 4 << 20
 _BEING_READ = frozenset({READING, LOST})
 
 
@@ -160,6 +161,7 @@ class Core:
 
     def _parts(self, ns: Namespace, piece: Piece, block: int, checksums: bool) -> Iterator[Part]:
         stride, most = ns.stride, max(1, STRETCH_BYTES // ns.stride)
+        first = min(most, max(1, FIRST_BYTES // ns.stride))
         place, end = piece.offset, piece.offset + piece.count * ns.stride
         while place < end:
             stretch, following = self._shelf.find(ns, piece.path, place)
@@ -168,7 +170,7 @@ class Core:
                 continue
             if stretch is None:
                 until = min(end, following) if following >= 0 else end
-                count = min(most, -(-(until - place) // stride))
+                count = min(most if block else first, -(-(until - place) // stride))
                 stretch = Stretch(ns, piece.path, place, count, checksums)
             index = (place - stretch.place) // stride
             count = min(stretch.count - index, (end - place) // stride)

@@ -62,6 +62,11 @@ class Options:
         return START_SECONDS + self.arena_bytes / (1 << 30)
 
 
+def default_threads(local: bool) -> int:
+    """How many threads read at once, on a local disk or shared storage. See Options."""
+    return max(1, min(4, (os.cpu_count() or 1) // 2)) if local else 8
+
+
 def runtime_dir() -> str:
     """The user's directory for sockets, made if need be. Raises ConfigError if it is not safe."""
     base = os.environ.get("KVFS_RUNTIME") or os.environ.get("XDG_RUNTIME_DIR")

@@ -29,7 +29,7 @@ from kvfs.config import load_config
 from kvfs.errors import BusyError, ConfigError
 from kvfs.fetcher.control import CONTROL_BYTES, ControlArea
 from kvfs.fetcher.core import Core
-from kvfs.fetcher.launch import Options, socket_path
+from kvfs.fetcher.launch import Options, default_threads, socket_path
 from kvfs.fetcher.server import Server
 from kvfs.fetcher.workers import Workers
 from kvfs.filesystems import LOCAL_DISKS, filesystem_type
@@ -89,7 +89,7 @@ def _serve(
 ) -> None:  # fmt: skip
     core = Core(arena.view, Ranges(CONTROL_BYTES, arena.size), ControlArea(arena.view))
     local = filesystem_type(backend.root) in LOCAL_DISKS
-    workers = Workers(core, backend, store, options.threads or _threads(local), one_by_one=local)
+    workers = Workers(core, backend, store, options.threads or default_threads(local), one_by_one=local)
     server = Server(core, arena.reader_fd(), workers.stalled_seconds, options.stall_seconds)
     sock = _listen(name) if connection is None else socket.socket(fileno=connection)
     inode = _inode(name)
@@ -111,10 +111,6 @@ def _serve(
                 os.unlink(arena.path)
             logging.shutdown()
             os._exit(0)
-
-
-def _threads(local: bool) -> int:
-    return max(1, min(4, (os.cpu_count() or 1) // 2)) if local else 8
 
 
 def _listen(name: str) -> socket.socket:

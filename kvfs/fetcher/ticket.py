@@ -28,6 +28,7 @@ _SHORTEST_POLL, _LONGEST_POLL = 0.00005, 0.01
 _SHARE_OF_REST = 0.75
 # Of the identities of so many blocks, in one go: 0.1 ms.
 _PREPARED_AT_ONCE = 128
+_PREPARED_AHEAD = 1024
 
 
 class Ticket:
@@ -145,11 +146,11 @@ class Ticket:
                 return False
         return True
 
-    def _prepare(self) -> bool:
+    def _prepare(self, blocks: int) -> bool:
         """Uses the time until blocks come to work out some more of what they will be compared with,
-        which the hasher keeps; False: there is no more."""
+        which the hasher keeps; False: that of the first `blocks` blocks is known."""
         with self._lock:
-            hasher, end = self._hasher, self.first + self.wanted
+            hasher, end = self._hasher, self.first + blocks
             if hasher is None or self._prepared >= end:
                 return False
             following = min(end, self._prepared + _PREPARED_AT_ONCE)
@@ -178,7 +179,7 @@ class Ticket:
                 if now - began >= timeout:
                     return good
                 pause = min(pause, timeout - (now - began))
-            if not self._prepare():
+            if not self._prepare(min(wanted, good + _PREPARED_AHEAD)):
                 time.sleep(pause)
 
     def payload(self, block: int) -> memoryview:

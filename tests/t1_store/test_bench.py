@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from kvfs.bench import BENCHES, check, cleaner, payload, timing
 from kvfs.bench.timing import Row
 from kvfs.cli.main import main as root
+from kvfs.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 UNITS = {"ms": 1e-3, "us": 1e-6}
@@ -35,6 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (("1m", 2000, 4, 1e-3), ("128k", 1000, 2, 0.15e-3))
     monkeypatch.setattr(check, "SIZES", sizes)
     monkeypatch.setattr(payload, "TOKENS", 2000)
+    monkeypatch.setattr(payload, "LONG_TOKENS", 6000)
     monkeypatch.setattr(cleaner, "PHASE_SECONDS", 0.3)
 
 
@@ -63,6 +65,19 @@ def test_rows(name: str, tmp_path: Path) -> None:
         assert rows["check.1m"]["figures"]["index_bytes_per_block"] > 16
     assert {"kvfs", "python", "cpus", "filesystem"} <= result["machine"].keys()
     assert list(tmp_path.iterdir()) == [], "something is left behind"
+
+
+def test_advice(tmp_path: Path) -> None:
+    asked = ["fetch", "--runs", "1", "--clients", "1", "--prefill-tokens-per-second", "2500"]
+    done = bench(*asked, "--json", "--store", str(tmp_path), "--index", str(tmp_path))
+    result = json.loads(done.stdout)
+    assert not any("clients" in row["name"] for row in result["rows"])
+    assert result["advice"].keys() == {"warm", "cold"}
+    for found in result["advice"].values():
+        assert found["from_tokens"] >= 128 and found["load_seconds"] > 0
+        assert found["compute_seconds"] == found["tokens"] / 2500
+    wrong = CliRunner().invoke(root, ["bench", "put", *asked[5:]])
+    assert wrong.exit_code == InputError.exit_code
 
 
 def test_table(tmp_path: Path) -> None:
