@@ -26,7 +26,7 @@ from kvfs.layout import EXTERNAL_HASH, Identity, Partition, Span
 # Arguments of the server that change what is computed, or how it is packed.
 _ARGUMENTS = (
     "dtype", "quantization", "kv_cache_dtype", "mamba_ssm_dtype", "json_model_override_args",
-    "torchao_config", "enable_fp32_lm_head", "speculative_algorithm",
+    "enable_fp32_lm_head", "speculative_algorithm",
 )  # fmt: skip
 _ADAPTER = ("adapter_config.json", "new_embeddings.safetensors", *WEIGHTS)
 _DRAFT = "draft"

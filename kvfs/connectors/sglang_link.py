@@ -56,9 +56,11 @@ class Transferred:
 class Link:
     """One SGLang process's way to a store. Close it."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises KvfsError if the store cannot be opened."""
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds, which tell for how long the storage is let be. Raises KvfsError if the
+        store cannot be opened."""
         self.settings = settings
+        self._clock = clock
         self.store = Store.open(settings.store, index=settings.index or None)
         self._following = Following(self.store).start()
         self._fetcher: Fetcher | None = None
@@ -106,14 +108,14 @@ class Link:
     def have(self, identity: Identity, keys: Sequence[str]) -> list[bool]:
         """For each page whether it is stored."""
         ns = self._known(identity)
-        if ns is None or time.monotonic() < self._rest_until:
+        if ns is None or self._clock() < self._rest_until:
             return [False] * len(keys)
         return self.store.have_keys(ns, keys)
 
     def leading(self, identity: Identity, keys: Sequence[str]) -> int:
         """How many leading pages are stored."""
         ns = self._known(identity)
-        if ns is None or time.monotonic() < self._rest_until:
+        if ns is None or self._clock() < self._rest_until:
             return 0
         return self.store.check_keys(ns, keys).stored_blocks
 
@@ -180,7 +182,7 @@ class Link:
         if reason:
             self.count("loads_short")
             if not lasting:
-                self._rest_until = time.monotonic() + _REST_SECONDS
+                self._rest_until = self._clock() + _REST_SECONDS
 
     # stores
 

@@ -43,7 +43,7 @@ OWNERS = {
     "hypercorn": {"kvfs.peers"},
     "lmdb": {"kvfs.bench", "kvfs.index"},
     "pyfuse3": {"kvfs.mount"},
-    "sglang": {"kvfs.connectors"},
+    "sglang": {"kvfs.bench", "kvfs.connectors"},
     "torch": {"kvfs.bench", "kvfs.gpu", "kvfs.connectors"},
     "transformers": {"kvfs.connectors"},
     "triton": {"kvfs.gpu"},

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,13 +376,13 @@ def test_a_disk_that_fails(make: Make, faults: FaultyBackend) -> None:
 
 
 def test_storage_that_did_not_answer_is_not_asked_for_a_moment(
-    make: Make, faults: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+    make: Make, faults: FaultyBackend
 ) -> None:
     pool = filled()
     backend = make(pool, interface_v1=1)
     backend.batch_set_v1(KEYS[:3], pool.indices([0, 1, 2]))
-    now = time.monotonic()
-    monkeypatch.setattr(PARTS.link.time, "monotonic", lambda: now)
+    now = 1000.0
+    backend._link._clock = lambda: now
     with faults.during("readv", do=Fail(errno.ETIMEDOUT), times=None):
         backend.batch_get_v1(KEYS[:3], pool.indices([0, 1, 2]))
     assert backend.batch_exists(KEYS) == 0
@@ -400,11 +399,13 @@ def test_a_store_that_hangs_is_given_up_and_its_memory_is_not_read_again(
     page = pool.page(0)
     held = Hold()
     with faults.during("writev", do=held):
-        assert backend.batch_set_v1(KEYS[:2], pool.indices([0, 1])) == [False, False]
-        pool.kv_buffer.zero_()  # SGLang's memory is its own again
-        # What does not fit beside it is dropped at once.
-        assert backend.batch_set_v1(KEYS[2:8], pool.indices(list(range(6)))) == [False] * 6
-        held.release()
+        try:
+            assert backend.batch_set_v1(KEYS[:2], pool.indices([0, 1])) == [False, False]
+            pool.kv_buffer.zero_()  # SGLang's memory is its own again
+            # What does not fit beside it is dropped at once.
+            assert backend.batch_set_v1(KEYS[2:8], pool.indices(list(range(6)))) == [False] * 6
+        finally:
+            held.release()
         backend._link._writer.submit(lambda: None).result()  # behind what hung
     assert backend.counters()["pages_dropped"] == 1
     other = FakePool()
@@ -424,9 +425,11 @@ def test_stores_are_dropped_before_loads_are_delayed(
         load = threading.Thread(target=lambda: backend.batch_get_v1(KEYS[:1], other.indices([0])))
         load.start()
         held.reached.wait()
-        assert backend.batch_set_v1(KEYS[1:3], pool.indices([1, 2])) == [False, False]
-        held.release()
-        load.join()
+        try:
+            assert backend.batch_set_v1(KEYS[1:3], pool.indices([1, 2])) == [False, False]
+        finally:
+            held.release()
+            load.join()
     assert backend.counters()["pages_dropped"] == 2
     assert backend.batch_set_v1(KEYS[1:3], pool.indices([1, 2])) == [True, True]
 
