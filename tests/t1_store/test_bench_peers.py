@@ -295,7 +295,8 @@ OUTCOMES: list[runner.Outcome] = [
             row("match.1m", 0.1, 600.0, peer_per_kvfs=11.0, kvfs_ratio=55.0),
             row("fetch.warm", 24e-3, 3.0, peer_per_kvfs=2.0, peer_per_kvfs_unverified=2.4,
                 kvfs_ratio=1.5),
-            row("put", 20e-3, 0.5, peer_per_kvfs=0.5, kvfs_ratio=1.0),
+            row("put", 20e-3, 0.6, peer_per_kvfs=0.5, kvfs_ratio=1.2),
+            row("put.durable", 20e-3, 0.5, peer_per_kvfs=0.5, kvfs_ratio=1.0),
         ],
     },
     {"peer": "redis", "title": "Redis", "status": "failed", "reason": "ConnectionError: refused"},
@@ -313,15 +314,18 @@ def test_table() -> None:
     own = next(line for line in lines if line.startswith("| kvfs itself"))
     cells = [cell.strip() for cell in own.strip("|").split("|")]
     assert (cells[1], cells[-1]) == ("9.00 ms · 60", "40")
+    assert "12.0 ms · 1.50/1.25" in text, "kvfs itself: verified and not"
     assert "fetch: preadv" in text and "x 1; verifies nothing" in text and "a note" in text
 
 
 def test_where_kvfs_is_behind_is_said() -> None:
-    (behind,) = report.behind([o for o in OUTCOMES if o["status"] == "measured"])
+    measured = [o for o in OUTCOMES if o["status"] == "measured"]
+    behind, level = report.behind(measured)
     assert behind == (
-        "BEHIND one file per block, put: 0.50 of kvfs's time; it takes 0.50 times one plain read, "
-        "kvfs 1.00 times"
+        "BEHIND one file per block, put: 0.50 of kvfs's time; it takes 0.60 times one plain read, "
+        "kvfs 1.20 times"
     )
+    assert level.startswith("LEVEL WITH one file per block, put.durable: 0.50 of kvfs's time")
 
 
 def test_a_peer_that_failed_is_in_text_and_json(tmp_path: Path) -> None:
