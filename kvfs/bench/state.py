@@ -8,6 +8,7 @@ us make no network namespaces, both go over the loopback device, which the row s
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import statistics
 import subprocess
@@ -32,6 +33,8 @@ LOAD_PULLS = 5
 THREADS = 4
 REFERENCE = "the same bytes by plain TCP"
 MOST_TIMES_PLAIN = 2.0
+DEADLINE_SECONDS = 0.05
+"""Of the row with a process that does not answer."""
 SECONDS = 5.0
 
 
@@ -49,6 +52,8 @@ def run(options: Options) -> Iterator[Row]:
         options.progress("state.pull.load")
         plain_load = _under_load(link, runs * LOAD_PULLS, _Plain)
         load = _under_load(link, runs * LOAD_PULLS, _Pull)
+        options.progress("state.pull.frozen")
+        frozen = link.run(lambda: _from_a_frozen_host(link, max(5, runs // 10)))
     yield Row(
         "state.pull", seconds, runs, f"a slot of {pull.size:,} bytes, verified, {link.what}",
         ratio=ratio, ratio_limit=MOST_TIMES_PLAIN, reference=REFERENCE, reference_seconds=base,
@@ -62,6 +67,12 @@ def run(options: Options) -> Iterator[Row]:
             "p99_seconds": _p99(load), "plain_p99_seconds": _p99(plain_load),
             "slowest_seconds": max(load),
         },
+    )  # fmt: skip
+    yield Row(
+        "state.pull.frozen", statistics.median(frozen), len(frozen),
+        "until it is given up for a replay, asked of a process that is stopped, with "
+        f"{DEADLINE_SECONDS * 1000:.0f} ms to do it",
+        figures={"slowest_seconds": max(frozen)},
     )  # fmt: skip
 
 
@@ -84,6 +95,7 @@ class _Link:
             stderr=subprocess.PIPE,
         )  # fmt: skip
         stack.callback(_end, process)
+        self.process: subprocess.Popen[bytes] = process
         line = process.stdout.readline()
         if not line:
             said = process.stderr.read().decode(errors="replace").strip().splitlines()
@@ -120,15 +132,19 @@ class _Pull:
         self._into = bytearray(self.size)
 
     def once(self) -> float:
+        seconds, reason = self.tried(SECONDS)
+        if reason:
+            raise ConfigError(f"a pull failed: {reason}")
+        return seconds
+
+    def tried(self, deadline: float) -> tuple[float, str]:
+        """Seconds that it took, and why there was no slot within `deadline` seconds."""
         start = time.perf_counter()
         pulled = self._client.pull(
             self._holder, self._identity.nsid, self._anchor, self._state,
-            time.monotonic() + SECONDS, self._into,
+            time.monotonic() + deadline, self._into,
         )  # fmt: skip
-        seconds = time.perf_counter() - start
-        if pulled.slot is None:
-            raise ConfigError(f"a pull failed: {pulled.reason}")
-        return seconds
+        return time.perf_counter() - start, pulled.reason
 
     def close(self) -> None:
         self._client.close()
@@ -187,6 +203,23 @@ def _under_load(
     for wait in waits:
         wait()
     return took
+
+
+def _from_a_frozen_host(link: _Link, pulls: int) -> list[float]:
+    """Seconds until each was given up; of connections that are kept, as an engine has them."""
+    cases = [_Pull(link) for _ in range(pulls)]
+    for case in cases:
+        case.once()
+    link.process.send_signal(signal.SIGSTOP)
+    try:
+        found = [case.tried(DEADLINE_SECONDS) for case in cases]
+    finally:
+        link.process.send_signal(signal.SIGCONT)
+    for case in cases:
+        case.close()
+    if not all(reason for _, reason in found):
+        raise ConfigError("a process that is stopped gave a slot")
+    return [seconds for seconds, _ in found]
 
 
 def _call(work: Callable[..., T], *args: Any, **named: Any) -> T:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ PORT = 7420
 SECONDS = 20.0
 DEADLINE = 0.3
 """Of pulls that have to fail."""
-LATE = 2.0
-"""How much later than that they may end, on a machine with other things to do."""
+LATE = 10.0
+"""How much later than that they may end, on a machine with other things to do: less than it takes
+to wait for the peer. `kvctl bench state` says how late they are."""
 
 
 @pytest.fixture
@@ -115,6 +117,33 @@ def test_a_slot_crosses_the_link(peer: Peer) -> None:
     assert peer.pull(9).reason.startswith("not there")
 
 
+@contextmanager
+def meanwhile(work: Callable[[], object]) -> Iterator[threading.Event]:
+    """Does it on a thread of its own, a moment from now; the event says that it is done."""
+    done = threading.Event()
+
+    def run() -> None:
+        work()
+        done.set()
+
+    timer = threading.Timer(0.1, run)
+    timer.start()
+    try:
+        yield done
+    finally:
+        timer.join()
+
+
+def pull_until_none(peer: Peer, done: threading.Event) -> None:
+    """Pulls one slot after the other until there is none any more."""
+    for number in itertools.count():
+        lost = done.is_set()
+        pulled = peer.pull(number % 4, seconds=DEADLINE if lost else 5.0)
+        if pulled.slot is None:
+            return
+        assert not lost, "a peer that is gone gave a slot"
+
+
 def test_a_peer_that_was_killed(peer: Peer) -> None:
     assert peer.pull().slot is not None
     peer.kill()
@@ -125,11 +154,9 @@ def test_a_peer_that_was_killed(peer: Peer) -> None:
 
 def test_a_peer_that_is_killed_in_the_middle(peer: Peer) -> None:
     """Pulls go on while it dies: each is right or a reason, and comes in time."""
-    dying = threading.Timer(0.1, lambda: os.kill(peer.process.pid, signal.SIGKILL))
-    dying.start()
-    results = [peer.pull(n % 4, seconds=1.0) for n in range(200)]
-    dying.join()
-    assert results[0].slot is not None and results[-1].slot is None
+    assert peer.pull().slot is not None
+    with meanwhile(lambda: os.kill(peer.process.pid, signal.SIGKILL)) as done:
+        pull_until_none(peer, done)
 
 
 def test_a_peer_that_was_restarted_has_its_slots(peer: Peer) -> None:
@@ -173,11 +200,9 @@ def test_a_link_that_goes_down(peer: Peer) -> None:
 
 
 def test_a_link_that_goes_down_in_the_middle(peer: Peer) -> None:
-    cut = threading.Timer(0.1, lambda: peer.there.link(False))
-    cut.start()
-    results = [peer.pull(n % 4, seconds=1.0) for n in range(100)]
-    cut.join()
-    assert results[0].slot is not None and results[-1].slot is None
+    assert peer.pull().slot is not None
+    with meanwhile(lambda: peer.there.link(False)) as done:
+        pull_until_none(peer, done)
     peer.there.link(True)
     assert peer.pull_again().slot is not None
 

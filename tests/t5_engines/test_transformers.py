@@ -108,7 +108,7 @@ def test_a_bad_block_is_stored_again(store: Store, store_dir: Path, llama: Any) 
 def test_a_damaged_index_key_is_named(
     store: Store, store_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """B1: indexer keys are in the same record; damage to them alone ends the prefix."""
+    """Indexer keys are in the same record; damage to them alone ends the prefix."""
     model = tiny_models.build("deepseek_v32")
     cs = cache_store(store, model)
     row = hf_copy.gather(cs.layout, cs.prefill(IDS).cache, 0, 2)[1]
@@ -151,7 +151,7 @@ def test_generate_goes_on_from_a_loaded_cache(name: str, store: Store) -> None:
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 255, 256, 257, 333])
 def test_a_token_is_left_to_compute(length: int, store: Store, llama: Any) -> None:
-    """B2: also where every token of the prompt is stored."""
+    """Also where every token of the prompt is stored."""
     cs = cache_store(store, llama)
     ids = IDS[:, :length]
     assert cs.save(ids, filled(llama, ids)) == length // BLOCK * BLOCK
@@ -198,7 +198,7 @@ def test_tokens_come_in_any_form(store: Store, llama: Any) -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
 def test_storage_that_fails_is_a_miss(code: int, store_dir: Path, llama: Any) -> None:
-    """F2: the model computes what the storage does not give."""
+    """The model computes what the storage does not give."""
     faults = FaultyBackend(PosixBackend(str(store_dir)))
     with Store.init(store_dir, backend=faults) as store:
         cs = cache_store(store, llama)

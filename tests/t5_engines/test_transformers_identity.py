@@ -22,7 +22,7 @@ from kvfs.errors import InputError
 
 
 def test_what_shapes_the_bytes_is_the_identity(store: Store, llama: Any) -> None:
-    """A4: the same tokens, one thing different: nothing is shared."""
+    """The same tokens, one thing different: nothing is shared."""
     cs = cache_store(store, llama)
     cs.prefill(IDS)
     others = {
