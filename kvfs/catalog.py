@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _NAMESPACE_LIMIT = 64 << 20
 DEFAULT_CLASS = "chatbot"
-"""TTL class of puts that name none, where the store has it."""
+"""TTL class of puts that name none, where the store has it; else that which keeps longest."""
 
 
 class TtlClass(NamedTuple):
@@ -67,10 +67,10 @@ class Catalog:
         return identity.nsid in self.index.namespaces()
 
     def get(self, identity: Identity, default_class: str | None = None) -> Namespace:
-        """The namespace of an identity that is known. default_class: see `Store`."""
+        """The namespace of an identity that is known. default_class: see Store.create_namespace."""
         with self._lock:
             ns = self._namespaces.get(identity.nsid)
-            if ns is None or default_class not in (None, ns.default_class):
+            if ns is None or (default_class and default_class != ns.default_class):
                 number = self.index.namespaces()[identity.nsid][0]
                 ns = Namespace(identity, number, default_class or self._default_class())
                 self._namespaces[identity.nsid] = ns
@@ -78,7 +78,9 @@ class Catalog:
 
     def _default_class(self) -> str:
         classes = self.classes()
-        return DEFAULT_CLASS if DEFAULT_CLASS in classes else next(iter(classes), "")
+        if DEFAULT_CLASS in classes:
+            return DEFAULT_CLASS
+        return max(classes, key=lambda name: classes[name], default="")
 
     def all(self) -> list[Namespace]:
         """All namespaces, by name; not those that only a newer version can read."""
@@ -107,8 +109,8 @@ class Catalog:
         """A TTL class by name. Raises InputError."""
         classes = self.classes()
         if name not in classes:
-            known = ", ".join(classes)
-            raise InputError(f"no TTL class {name!r}; known are {known} (kvctl ttl define)")
+            known = f"known are {', '.join(classes)}" if classes else "the store has none"
+            raise InputError(f"no TTL class {name!r}; {known} (kvctl ttl define)")
         return TtlClass(name, classes[name])
 
     def seconds_by_number(self) -> dict[int, int]:

@@ -178,13 +178,17 @@ class Store(LocalStore):
 
     # namespaces and classes
 
-    def create_namespace(self, identity: Identity, *, default_class: str = "chatbot") -> Namespace:
+    def create_namespace(
+        self, identity: Identity, *, default_class: str | None = None
+    ) -> Namespace:
         """Returns the namespace of an identity, made if it is new.
 
-        default_class: TTL class of puts that name none, for this handle. Raises InputError for a
-        layout that cannot be stored, BackendError.
+        default_class: TTL class of puts that name none, for this handle; None: "chatbot" where the
+        store has it, else the class that keeps longest. Raises InputError for a class that is not
+        there and a layout that cannot be stored, BackendError.
         """
-        self.catalog.ttl(default_class)
+        if default_class:
+            self.catalog.ttl(default_class)
         Shape.of(identity)
         if not self.catalog.known(identity):
             data = json.dumps(identity.to_json())
@@ -227,15 +231,16 @@ class Store(LocalStore):
             self._renewer.note(ns, plan, hasher, plan.stored_blocks if whole else result.blocks)
         return result
 
-    def note_hit(self, ns: Namespace, plan: Plan, tokens: Any) -> None:
-        """Tells that the prefix a plan found is used: `fetch` does so itself; for those who fetch
-        through the fetch process.
+    def note_hit(self, ns: Namespace, plan: Plan, tokens: Any, blocks: int | None = None) -> None:
+        """Tells that the prefix a plan found is used, or the first `blocks` blocks of it: `fetch`
+        does so itself, and so does the fetcher of kvfs.fetcher.engine that is told of it.
 
         The prefix is renewed, off the critical path and as kvfs.renewal says: it expires a whole
         time to live from now, at most `renew_cap_seconds` after it was written. Never blocks on the
         storage. Raises InputError for tokens that are none.
         """
-        self._renewer.note(ns, plan, ns.as_hasher(tokens), plan.stored_blocks)
+        used = plan.stored_blocks if blocks is None else blocks
+        self._renewer.note(ns, plan, ns.as_hasher(tokens), used)
 
     def flush_renewals(self) -> int:
         """Publishes now what hits have renewed; returns the number of runs. Happens by itself every

@@ -1,13 +1,14 @@
 """What an engine process holds: fetches that never wait for a fetcher and never raise for one.
 
-    fetcher = Fetcher(store.path, store.uuid, report=store.report_bad)
+    fetcher = Fetcher.of(store)
     with fetcher.fetch(ns, plan, tokens, deadline=0.5) as ticket:
         ticket.wait()                       # 0 blocks and a reason, if there is no fetcher
         ...
 
 A thread of its own connects, starts a fetcher where there is none, and does so again when it is
-gone; until then every fetch is a miss. It also passes on what blocks turned out to be bad. Safe to
-use from several threads; a forked child needs a Fetcher of its own.
+gone; until then every fetch is a miss. It also passes on what blocks turned out to be bad. What was
+used of a prefix is told when its ticket is released, so that it is renewed as by Store.fetch. Safe
+to use from several threads; a forked child needs a Fetcher of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kvfs.errors import BackendError, BusyError, KvfsError
 from kvfs.fetcher import launch
@@ -33,27 +34,48 @@ _REPORTS = 1024
 Report = Callable[[Namespace, Plan, Any, int], object]
 
 
+class Reporting(Protocol):
+    """What a Fetcher needs of kvfs.store.Store."""
+
+    path: str
+
+    @property
+    def uuid(self) -> bytes: ...
+    def report_bad(self, ns: Namespace, plan: Plan, tokens: Any, block: int) -> bool: ...
+    def note_hit(
+        self, ns: Namespace, plan: Plan, tokens: Any, blocks: int | None = None
+    ) -> None: ...
+
+
 class Fetcher:
     """See the module docstring. Close it, or use it as a context manager."""
 
     def __init__(
         self, path: str, store: bytes, options: Options | None = None, *,
-        report: Report | None = None,
+        report: Report | None = None, hit: Report | None = None,
     ) -> None:  # fmt: skip
         """path, store: of the store, and its uuid; options: of a fetcher that has to be started;
-        report: as Store.report_bad, called from this object's thread."""
+        report: as Store.report_bad, called from this object's thread; hit: as Store.note_hit,
+        called by whoever releases a ticket."""
         self.path = path
         self.store = store
         self.options = options or Options()
         self.problem = ""
         """Why there is no fetcher, for people; "" if there is one or nobody knows yet."""
         self._report = report
+        self._hit = hit
         self._reports: deque[tuple[Namespace, Plan, Any, int]] = deque(maxlen=_REPORTS)
         self._client: FetchClient | None = None
         self._closed = False
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvfs-fetcher", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def of(cls, store: Reporting, options: Options | None = None) -> Fetcher:
+        """One that tells the store what it finds bad, and what it hits."""
+        report, hit = store.report_bad, store.note_hit
+        return cls(store.path, store.uuid, options, report=report, hit=hit)
 
     def fetch(
         self, ns: Namespace, plan: Plan, tokens: Any, *, deadline: float, first: int = 0,
@@ -75,6 +97,8 @@ class Fetcher:
             return Ticket.missed(ns, first, str(e))
         if self._report is not None:
             ticket.when_bad = lambda block: self._bad(ns, plan, hasher, block)
+        if self._hit is not None:
+            ticket.when_used = lambda end: self._pass_on(self._hit, ns, plan, hasher, end)
         return ticket
 
     def _usable(self) -> FetchClient | None:
@@ -114,11 +138,13 @@ class Fetcher:
                     missing = self._client is None
                     self._change.wait(max(0.0, not_before - time.monotonic()) if missing else None)
 
-    def _pass_on(self, report: Report, ns: Namespace, plan: Plan, hasher: Any, block: int) -> None:
+    @staticmethod
+    def _pass_on(report: Report | None, ns: Namespace, plan: Plan, hasher: Any, block: int) -> None:
         try:
-            report(ns, plan, hasher, block)
+            if report is not None:
+                report(ns, plan, hasher, block)
         except Exception:  # of the caller's function; the next one may go well
-            log.exception("reporting block %d as bad", block)
+            log.exception("reporting block %d", block)
 
     def _connect(self) -> bool:
         try:

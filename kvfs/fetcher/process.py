@@ -89,7 +89,9 @@ def _serve(
 ) -> None:  # fmt: skip
     core = Core(arena.view, Ranges(CONTROL_BYTES, arena.size), ControlArea(arena.view))
     local = filesystem_type(backend.root) in LOCAL_DISKS
-    workers = Workers(core, backend, store, options.threads or default_threads(local), one_by_one=local)
+    workers = Workers(
+        core, backend, store, options.threads or default_threads(local), one_by_one=local
+    )
     server = Server(core, arena.reader_fd(), workers.stalled_seconds, options.stall_seconds)
     sock = _listen(name) if connection is None else socket.socket(fileno=connection)
     inode = _inode(name)

@@ -51,6 +51,9 @@ class Ticket:
         self.ranges = ranges
         self.when_bad: Callable[[int], None] | None = None
         """Called at `release` if the ticket ended `lasting`, with the number of the bad block."""
+        self.when_used: Callable[[int], None] | None = None
+        """Called at `release` with the number of the block behind the good ones, if there are any.
+        """
         self._client = client
         self._hasher = hasher
         self._slot, self._generation = key
@@ -207,11 +210,13 @@ class Ticket:
                 return
             self._released = True
             self._end = self._end or ("cancelled", False)
-            bad, self._good = self.first + self._good, 0
+            end, self._good = self.first + self._good, 0
         if self._client is not None:
             self._client.release(self._slot, self._generation)
         if self.lasting and self.when_bad is not None:
-            self.when_bad(bad)
+            self.when_bad(end)
+        if end > self.first and self.when_used is not None:
+            self.when_used(end)
 
     cancel = release
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.errors import InputError
+from kvfs.testing.blocks import small_identity
 from kvfs.testing.stock import START, Stock, tokens
 
 DAY = 86400.0
@@ -137,3 +138,26 @@ def test_other_processes_agree(stock: Stock) -> None:
     assert stock.sound(PROMPT) == 10
     stock.clock.now = START + 9 * DAY
     assert (stock.sound(PROMPT), other.sound(PROMPT)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("classes", "chosen"),
+    [
+        ({"a": 60, "chatbot": 30}, "chatbot"),
+        ({"a": 60, "b": 600, "c": 6}, "b"),
+    ],
+)
+def test_a_namespace_has_a_class_of_its_store_by_default(
+    store_dir: Path, classes: dict[str, int], chosen: str
+) -> None:
+    stock = Stock.make(store_dir, classes=classes)
+    try:
+        ns = stock.store.create_namespace(small_identity(salt="other"))
+        assert ns.default_class == chosen
+        done = stock.store.put(ns, PROMPT, bytes(10 * ns.row_bytes))
+        assert done.complete and done.error is None
+        with pytest.raises(InputError, match=r"no TTL class 'late'; known are a, .*ttl define"):
+            stock.store.create_namespace(small_identity(salt="x"), default_class="late")
+        assert len(stock.store.namespaces()) == 2, "a refused one was made"
+    finally:
+        stock.close()

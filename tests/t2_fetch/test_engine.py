@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,36 @@ def test_bad_blocks_are_reported_to_the_store(stock: Stock, engine: Fetcher) -> 
         assert ticket.wait() == 20 and ticket.lasting
         assert stock.stored(prompt) == 60
     eventually(lambda: stock.stored(prompt) == 20)
+
+
+def test_what_is_used_of_a_prefix_is_renewed(stock: Stock, runtime_dir: Path) -> None:
+    """As by Store.fetch: a cache whose hits went through the fetcher would expire in use."""
+    first, rest = stored(stock, 1, 40), stored(stock, 2, 20)
+    longer = stored(stock, 3, 30, first)
+    options = Options(16 * MIB, parent=os.getpid())
+
+    def left(prompt: list[int]) -> list[int]:
+        plan = stock.store.check(stock.ns, prompt)
+        return [(extent.expires_ms - stock.store.now_ms()) // 1000 for extent in plan.extents]
+
+    with Fetcher.of(stock.store, options) as engine:
+        assert engine.ready(10)
+        whole = left(longer)
+        stock.clock.now += whole[0] // 2
+        plan = stock.store.check(stock.ns, longer)
+        with engine.fetch(stock.ns, plan, longer, deadline=5, blocks=30) as ticket:
+            assert ticket.wait() == 30
+        stock.store.flush_renewals()
+        assert left(longer) == [whole[0], whole[1] - whole[0] // 2], "more than was used, or less"
+        with engine.fetch(stock.ns, plan, longer, deadline=5, first=40) as ticket:
+            assert ticket.wait() == 29
+        engine.fetch(stock.ns, plan, longer, deadline=5).release()
+        stock.store.flush_renewals()
+        assert left(longer) == whole
+        assert left(rest) == [whole[0] - whole[0] // 2], "nobody has used it"
+        assert engine._client is not None
+        pid = engine._client.fetcher_pid
+    end(pid)
 
 
 @pytest.mark.expect_logs("reporting block 20")
