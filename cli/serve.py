@@ -112,6 +112,7 @@ def command(
 def _peers(
     settings: Settings, store: Store, listen: str, secret_file: str | None, options: dict[str, Any]
 ) -> PeerService:
+    import gc
     import sys
 
     from kvfs.errors import ConfigError
@@ -122,9 +123,11 @@ def _peers(
         from kvfs.peers.service import PeerService
     except ImportError as e:
         raise ConfigError(f"no Python package {e.name}; pip install 'kvfs[serve]'") from None
-    # Following runs beside it: who asks for a slot must not wait long for it.
-    sys.setswitchinterval(0.001)
     peers = PeerService(store, listen, secret, **options)
+    # Who asks for a slot must not wait long for the following beside it, nor for the garbage
+    # collector to look through all that is loaded, which stays.
+    sys.setswitchinterval(0.001)
+    gc.freeze()
     if settings.as_json:
         output.json_line({"address": peers.address})
     return peers
