@@ -19,10 +19,10 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-gluster test-threefs test-vllm test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-gluster test-3fs test-threefs test-vllm test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 $(VENV)/.system: .ci/system-packages
 	.ci/system-packages $(PYTHON)
@@ -61,6 +61,10 @@ test-gluster: $(VENV)/.test ## two hosts on GlusterFS, a brick killed: installs 
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 	        glusterfs-server glusterfs-client iproute2 >/dev/null; }
 	$(PY) -m pytest -q -rs -m gluster $(PYTEST_ARGS)
+
+test-3fs: $(VENV)/.test ## stores, fetches, journals and housekeeping again, by rings: root
+	KVFS_TEST_BACKEND=3fs $(PY) -m pytest -q -rs -m 'not slow and not gluster and not engines' \
+	    tests/t1_store tests/t2_fetch tests/t2_vfs tests/t4_fleet $(PYTEST_ARGS)
 
 test-threefs: $(VENV)/.test ## our rings beside 3FS's own library: KVFS_HF3FS_LIB=FILE, KVFS_HF3FS_DIR=DIR
 	test -n "$$KVFS_HF3FS_LIB" || { echo "set KVFS_HF3FS_LIB to libhf3fs_api_shared.so"; exit 2; }
