@@ -22,6 +22,7 @@ from typing import Protocol
 import hypothesis
 import pytest
 
+from kvfs.arena import sweep
 from kvfs.testing.leaks import LeakGuard
 from kvfs.testing.threefs.host import cluster
 
@@ -30,6 +31,9 @@ hypothesis.settings.register_profile(
     "ci", deadline=None, max_examples=100, derandomize=False, print_blob=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+_ON_3FS = os.environ.get("KVFS_TEST_BACKEND") == "3fs"
 
 
 class ExpectLogs(Protocol):
@@ -68,6 +72,8 @@ def _session_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeakGua
 def _test_leaks(_session_leaks: LeakGuard) -> Iterator[None]:
     before = _session_leaks.snapshot()
     yield
+    if _ON_3FS:  # there an arena has a name, and that of a fetcher that is killed the next removes
+        sweep("/dev/shm")
     left = _session_leaks.clean_up(before)
     assert not left, "the test left behind (removed now): " + "; ".join(left)
 
@@ -125,7 +131,7 @@ def expect_logs(request: pytest.FixtureRequest) -> Iterator[ExpectLogs]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With KVFS_TEST_BACKEND=3fs only those tests are of interest that have a store on it."""
-    if os.environ.get("KVFS_TEST_BACKEND") != "3fs":
+    if not _ON_3FS:
         return
     kept = [i for i in items if _on_3fs(i)]
     config.hook.pytest_deselected(items=[i for i in items if not _on_3fs(i)])
@@ -133,7 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _on_3fs(item: pytest.Item) -> bool:
-    fixtures = {"store_dir", "quick_store"} & set(getattr(item, "fixturenames", ()))
+    fixtures = {"store_dir", "quick_store", "place"} & set(getattr(item, "fixturenames", ()))
     return bool(fixtures) and item.get_closest_marker("posix") is None
 
 
@@ -156,7 +162,7 @@ def _threefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
     Its chunks are as small as a record of most tests, so that segments look as they do elsewhere;
     tests look at files behind the store's back, so what the kernel remembers of them is true.
     """
-    if os.environ.get("KVFS_TEST_BACKEND") != "3fs":
+    if not _ON_3FS:
         yield None
         return
     place = tmp_path_factory.mktemp("3fs")
@@ -183,12 +189,15 @@ def hf3fs_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def store_dir(tmp_path: Path, _threefs: Path | None) -> Path:
+def store_dir(tmp_path: Path, _threefs: Path | None) -> Iterator[Path]:
     """A path below the test's own directory at which no store exists yet."""
     if _threefs is None:
-        return tmp_path / "store"
+        yield tmp_path / "store"
+        return
     (_threefs / tmp_path.name).mkdir()
-    return _threefs / tmp_path.name / "store"
+    yield _threefs / tmp_path.name / "store"
+    # Through the mount: the stand-in holds open what the kernel remembers.
+    shutil.rmtree(_threefs / tmp_path.name, ignore_errors=True)
 
 
 @pytest.fixture
@@ -199,3 +208,20 @@ def quick_store(request: pytest.FixtureRequest, tmp_path: Path, _threefs: Path |
         return ram / tmp_path.name
     place: Path = request.getfixturevalue("store_dir")
     return place
+
+
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, _threefs: Path | None, quick_store: Path
+) -> Path:
+    """A directory for indexes and, at `place / "store"`, a store: in memory where there is some.
+
+    On 3FS the store's path is a link that leads there.
+    """
+    ram: Path = request.getfixturevalue("ram_dir")
+    path = ram / tmp_path.name
+    path.mkdir()
+    if _threefs is not None:
+        quick_store.mkdir()
+        (path / "store").symlink_to(quick_store)
+    return path

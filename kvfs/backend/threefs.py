@@ -182,6 +182,7 @@ class ThreefsBackend:
     def _opened(self, file: OpenFile, epoch: int, *, made: bool) -> OpenFile:
         try:
             st = os.fstat(file.fd)
+            size_of_file(st, file.path)  # what a ring says of a directory is not for us to find out
             known = st.st_ino if self._library is None else self._library.register(file.fd)
         except OSError:
             self._posix.close(file)
@@ -385,7 +386,7 @@ class ThreefsBackend:
     def _remove_by_link(self, path: str) -> None:
         """As older daemons want it: by the path on the daemon's own mount."""
         link = os.path.join(mount_of(self.root)[0], layout.REMOVE, secrets.token_hex(8))
-        os.symlink(os.path.join(self.root, path), link)
+        os.symlink(os.path.realpath(os.path.join(self.root, path)), link)
 
     def replace(self, path: str, data: bytes) -> None:
         self._posix.replace(path, data)

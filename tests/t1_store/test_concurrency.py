@@ -24,13 +24,6 @@ from kvfs.testing.stock import START, Stock, tokens
 BLOCK = 4
 
 
-@pytest.fixture
-def place(ram_dir: Path, tmp_path: Path) -> Path:
-    path = ram_dir / tmp_path.name
-    path.mkdir()
-    return path
-
-
 def opened(place: Path, host: str, nsid: bytes) -> Stock:
     """The store as a process of a host opens it. Its clock stands still."""
     store = Store.open(place / "store", index=str(place / host), clock=lambda: START)

@@ -141,12 +141,10 @@ def look_at_all(stock: Stock, told: Acknowledged) -> Counter[str]:
 @pytest.mark.crash
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("durability", ["none", "batch"])
-def test_writers_that_are_killed(ram_dir: Path, tmp_path: Path, durability: str) -> None:
+def test_writers_that_are_killed(place: Path, durability: str) -> None:
     seed = 2024 + len(durability)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    place = ram_dir / tmp_path.name
-    place.mkdir()
     made = Stock.make(
         place / "store", index=str(place / "index"), durability=durability, map_bytes=1 << 20,
         segment_bytes=1 << 17,

@@ -167,7 +167,7 @@ def test_a_flipped_bit_anywhere(store_dir: Path) -> None:
     """Never a wrong byte, and the check names the place."""
     identity = {"spans": SPANS, "row_bytes": ROW, "block_tokens": 64}
     # An extent that no whole number of records fills, so that there are gaps.
-    stock = Stock.make(store_dir, identity=identity, extent=8 * PAGE)
+    stock = Stock.make(store_dir, identity=identity, extent=8 * PAGE, own_extents=False)
     prompt = tokens(1, 64 * 24)
     stock.put(prompt)
     stock = stock.again()

@@ -408,6 +408,7 @@ def test_journals_of_killed_writers_go_when_they_have_not_grown(stock: Stock) ->
     same(stock, b, other(stock, "c"))
 
 
+@pytest.mark.posix("other hosts remember for seconds that its directory was removed")
 def test_a_writer_that_was_idle_for_days_is_followed_when_it_goes_on(stock: Stock) -> None:
     """Its journal is gone by then; it goes on in the next. Known to hosts that had read it, that
     had not, and that begin with a checkpoint."""

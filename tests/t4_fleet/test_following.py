@@ -59,6 +59,7 @@ def settled(following: Following) -> None:
 # how soon
 
 
+@pytest.mark.posix("how soon, is the stand-in's")
 @pytest.mark.parametrize("hosts, puts", [(2, 50), (8, 13)])
 def test_a_put_is_a_hit_on_every_other_host_within_a_second(
     stock: Stock, ram_dir: Path, hosts: int, puts: int
@@ -89,6 +90,7 @@ def test_a_put_is_a_hit_on_every_other_host_within_a_second(
 # what a look costs
 
 
+@pytest.mark.posix("a stand-in holds every file open that the kernel has seen")
 def test_thousands_of_writers_that_ended_cost_one_listing(stock: Stock) -> None:
     fleet, gone = Fleet(stock.store, stock.ns), 3000
     for _ in range(gone):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 
 from kvfs.testing.threefs.daemon import Daemon
 
@@ -15,6 +16,9 @@ def main() -> None:
     parser.add_argument("--names", type=float, default=30.0, help="seconds names are believed")
     parser.add_argument("--seconds", type=float, default=30.0, help="as long attributes are")
     parser.add_argument("--workers", type=int, default=4)
+    # What the kernel knows of, it holds open.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     Daemon(**vars(parser.parse_args())).run()
 
 

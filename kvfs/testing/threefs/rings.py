@@ -231,7 +231,11 @@ class Rings:
 
     def _io(self, ring: ServedRing, slot: int, *, short: bool = False) -> int:
         key, at, inode, offset, length, _ = ring.arguments(slot)
-        found, memory, read = self.file(inode), self._memories.get(key), ring.shared.read
+        memory, read = self._memories.get(key), ring.shared.read
+        try:
+            found = self.file(inode)
+        except OSError as e:  # a directory
+            return -(e.errno or errno.EIO)
         if found is None:
             return -errno.EBADF
         fd, gone = found
