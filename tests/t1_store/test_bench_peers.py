@@ -7,7 +7,7 @@ peer that fails, hangs or is not installed is one that the tests make up.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvfs.bench.peers.files import Files
 from kvfs.bench.peers.lmdb_values import LmdbValues
 from kvfs.bench.peers.work import Work
 from kvfs.bench.timing import Options
+from kvfs.errors import ConfigError
 
 SIZES = (("1m", 2100, 4, 1e-3), ("128k", 1000, 2, 0.15e-3))
 MATCH = ["match.1m", "match.1m.array", "match.1m.lookup", "match.128k", "match.128k.array",
@@ -357,6 +358,21 @@ def test_the_command(
     assert (seen[1].runs, seen[1].removal) == (runner.RUNS, True)
     with pytest.raises(SystemExit):
         command.main(["--peer", "nobody"])
+
+
+def test_an_interrupted_command_tells_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: Any) -> Iterator[runner.Outcome]:
+        yield OUTCOMES[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure_all", measured)
+    assert command.main(["--json"]) == command.INTERRUPTED
+    assert [p["peer"] for p in json.loads(capsys.readouterr().out)["peers"]] == ["kvfs"]
+    monkeypatch.undo()
+    assert command.main(["--store", "/nowhere", "--peer", "files"]) == ConfigError.exit_code
+    assert "/nowhere" in capsys.readouterr().err
 
 
 def test_every_peer_has_what_it_names() -> None:

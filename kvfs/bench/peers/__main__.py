@@ -9,8 +9,18 @@ import sys
 from kvfs.bench.peers import PEERS
 from kvfs.bench.peers.install import install
 from kvfs.bench.peers.report import lines, to_json
-from kvfs.bench.peers.runner import BLOCKS, QUICK_BLOCKS, QUICK_RUNS, RUNS, Asked, measure_all
+from kvfs.bench.peers.runner import (
+    BLOCKS,
+    QUICK_BLOCKS,
+    QUICK_RUNS,
+    RUNS,
+    Asked,
+    Outcome,
+    measure_all,
+)
 from kvfs.errors import KvfsError
+
+INTERRUPTED = 130
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -44,16 +54,26 @@ def main(words: list[str] | None = None) -> int:
         asked.runs or (QUICK_RUNS if asked.quick else RUNS),
         QUICK_BLOCKS if asked.quick else BLOCKS, not asked.quick, asked.store,
     )  # fmt: skip
-    try:
-        outcomes = list(measure_all(asked.peer, wanted, _say))
-    except KvfsError as e:
-        _say(str(e))
-        return e.exit_code
+    outcomes, code = _outcomes(asked.peer, wanted)
     if asked.json:
         print(json.dumps(to_json(outcomes, wanted), indent=1))
     else:
         print("\n".join(lines(outcomes)))
-    return 0
+    return code
+
+
+def _outcomes(names: list[str], wanted: Asked) -> tuple[list[Outcome], int]:
+    """What was measured, also when it was interrupted, and the exit status."""
+    outcomes: list[Outcome] = []
+    try:
+        for outcome in measure_all(names, wanted, _say):
+            outcomes.append(outcome)
+    except KvfsError as e:
+        _say(str(e))
+        return outcomes, e.exit_code
+    except KeyboardInterrupt:
+        return outcomes, INTERRUPTED
+    return outcomes, 0
 
 
 def _say(text: str) -> None:
