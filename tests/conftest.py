@@ -24,7 +24,7 @@ import pytest
 
 from kvfs.arena import sweep
 from kvfs.testing.leaks import LeakGuard
-from kvfs.testing.threefs.host import cluster
+from kvfs.testing.threefs.host import cluster, may_serve
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.register_profile(
@@ -165,6 +165,8 @@ def _threefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
     if not _ON_3FS:
         yield None
         return
+    if reason := may_serve():
+        pytest.skip(reason)
     place = tmp_path_factory.mktemp("3fs")
     with cluster(place, hosts=2, chunk=4 << 10, names=5, seconds=0) as (host, _):
         yield host.point

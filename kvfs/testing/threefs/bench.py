@@ -6,12 +6,14 @@ Prints a line for each size of I/O: GB/s of preadv, GB/s through the ring and th
 one I/O, in microseconds, where the time goes: the copy, the stand-in (processor time, without the
 copy), our own code, and the rest, which is waiting and switching between processes. Our own is
 measured by itself: the ring with a daemon that answers at once, the backend with a ring that does.
+Last, how soon a read ends when the daemon is killed under it, and how soon one succeeds again.
 Needs root, /dev/fuse and /dev/shm; leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import mmap
 import os
@@ -19,6 +21,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -100,7 +103,8 @@ def _reading(host: Host) -> Any:
         fd = os.open(host.backing / "data", os.O_RDONLY)
         file = backend.open("data")
         yield backend, file, fd, arena
-        backend.close(file)
+        with contextlib.suppress(OSError):  # of a daemon that is gone
+            backend.close(file)
         os.close(fd)
     finally:
         backend.release()
@@ -147,6 +151,41 @@ def measure(host: Host, size: int) -> dict[str, float]:
     }
 
 
+def outage(host: Host) -> dict[str, float]:
+    """Seconds from the daemon's death to the end of a read that was under way, and from its return
+    to a read that succeeds."""
+    with _reading(host) as (backend, file, _, arena):
+        view = arena.view[: 1 << 20]
+        host.set(delay_ms=60_000)
+        dead: list[float] = []
+
+        def kill() -> None:
+            while not host.links():
+                time.sleep(0.01)
+            host.end(signal.SIGKILL)
+            dead.append(time.monotonic())
+
+        killer = threading.Timer(0.3, kill)
+        killer.start()
+        with contextlib.suppress(OSError):
+            backend.readv(file, [view], 0)
+        ended = time.monotonic()
+        killer.join()
+        host.unmount()
+        host.start()
+        back = time.monotonic()
+        while True:
+            with contextlib.suppress(OSError):
+                again = backend.open("data")
+                got = backend.readv(again, [view], 0)
+                backend.close(again)
+                if got == len(view):
+                    break
+            time.sleep(0.01)
+        view.release()
+        return {"noticed": ended - dead[0], "again": time.monotonic() - back}
+
+
 def rows() -> Iterator[dict[str, float]]:
     """One for each size. Times are seconds of one I/O; posts are of a batch."""
     own, posts = own_seconds()
@@ -187,6 +226,13 @@ def main() -> None:
     if "--json" not in sys.argv[1:]:
         own = row["own_ring"] + row["own_backend"]
         print(f"our own: {own * 1e6:.2f} us an I/O, {row['posts']:.0f} post a batch of {BATCH}")
+    with tempfile.TemporaryDirectory() as root, cluster(Path(root)) as (host,):
+        told = outage(host)
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(told))
+    else:
+        print(f"a daemon killed: noticed after {told['noticed']:.2f} s; "
+              f"reads again {told['again']:.2f} s after its return")  # fmt: skip
 
 
 if __name__ == "__main__":
