@@ -242,6 +242,10 @@ class Store(LocalStore):
         used = plan.stored_blocks if blocks is None else blocks
         self._renewer.note(ns, plan, ns.as_hasher(tokens), used)
 
+    def note_miss(self, reason: str) -> None:
+        """Counts a fetch through the fetch process that brought less than it was asked for."""
+        self._count(f"fetch_miss.{reason.split(':')[0].replace(' ', '_')}")
+
     def flush_renewals(self) -> int:
         """Publishes now what hits have renewed; returns the number of runs. Happens by itself every
         few seconds and at close. Raises BackendError, SpaceError, IndexFault."""

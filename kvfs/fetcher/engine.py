@@ -24,7 +24,7 @@ from kvfs.errors import BackendError, BusyError, KvfsError
 from kvfs.fetcher import launch
 from kvfs.fetcher.client import FetchClient
 from kvfs.fetcher.launch import Options
-from kvfs.fetcher.ticket import GONE, Ticket
+from kvfs.fetcher.ticket import GONE, Outcome, Ticket
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
 
@@ -45,6 +45,7 @@ class Reporting(Protocol):
     def note_hit(
         self, ns: Namespace, plan: Plan, tokens: Any, blocks: int | None = None
     ) -> None: ...
+    def note_miss(self, reason: str) -> None: ...
 
 
 class Fetcher:
@@ -53,10 +54,11 @@ class Fetcher:
     def __init__(
         self, path: str, store: bytes, options: Options | None = None, *,
         report: Report | None = None, hit: Report | None = None,
+        miss: Callable[[str], object] | None = None,
     ) -> None:  # fmt: skip
         """path, store: of the store, and its uuid; options: of a fetcher that has to be started;
-        report: as Store.report_bad, called from this object's thread; hit: as Store.note_hit,
-        called by whoever releases a ticket."""
+        report: as Store.report_bad, called from this object's thread; hit, miss: as
+        Store.note_hit and note_miss, called by whoever releases a ticket."""
         self.path = path
         self.store = store
         self.options = options or Options()
@@ -64,6 +66,7 @@ class Fetcher:
         """Why there is no fetcher, for people; "" if there is one or nobody knows yet."""
         self._report = report
         self._hit = hit
+        self._miss = miss
         self._reports: deque[tuple[Namespace, Plan, Any, int]] = deque(maxlen=_REPORTS)
         self._client: FetchClient | None = None
         self._closed = False
@@ -73,9 +76,11 @@ class Fetcher:
 
     @classmethod
     def of(cls, store: Reporting, options: Options | None = None) -> Fetcher:
-        """One that tells the store what it finds bad, and what it hits."""
-        report, hit = store.report_bad, store.note_hit
-        return cls(store.path, store.uuid, options, report=report, hit=hit)
+        """One that tells the store what it finds bad, what it hits, and why it misses."""
+        return cls(
+            store.path, store.uuid, options, report=store.report_bad, hit=store.note_hit,
+            miss=store.note_miss,
+        )  # fmt: skip
 
     def fetch(
         self, ns: Namespace, plan: Plan, tokens: Any, *, deadline: float, first: int = 0,
@@ -85,21 +90,36 @@ class Fetcher:
         a ticket of no blocks that says so. Raises InputError for arguments that do not fit."""
         client = self._usable()
         if client is None:
-            return Ticket.missed(ns, first, GONE)
+            return self._no_ticket(ns, first, GONE)
         hasher = ns.as_hasher(tokens)
         try:
             ticket = client.fetch(
                 ns, plan, hasher, deadline=deadline, first=first, blocks=blocks, priority=priority
             )
         except BusyError as e:
-            return Ticket.missed(ns, first, f"busy: {e}")
+            return self._no_ticket(ns, first, f"busy: {e}")
         except BackendError as e:
-            return Ticket.missed(ns, first, str(e))
-        if self._report is not None:
-            ticket.when_bad = lambda block: self._bad(ns, plan, hasher, block)
-        if self._hit is not None:
-            ticket.when_used = lambda end: self._pass_on(self._hit, ns, plan, hasher, end)
+            return self._no_ticket(ns, first, str(e))
+        ticket.when_over = lambda outcome: self._over(ns, plan, hasher, outcome)
         return ticket
+
+    def _no_ticket(self, ns: Namespace, first: int, reason: str) -> Ticket:
+        self._missed(reason)
+        return Ticket.missed(ns, first, reason)
+
+    def _over(self, ns: Namespace, plan: Plan, hasher: Any, outcome: Outcome) -> None:
+        """A ticket was released: tells what came of it."""
+        if outcome.lasting and self._report is not None:
+            with self._change:
+                self._reports.append((ns, plan, hasher, outcome.end))
+                self._change.notify_all()
+        if outcome.end > outcome.first and self._hit is not None:
+            self._pass_on(self._hit, ns, plan, hasher, outcome.end)
+        self._missed(outcome.reason)
+
+    def _missed(self, reason: str) -> None:
+        if self._miss is not None and reason not in ("", "cancelled"):
+            self._miss(reason)
 
     def _usable(self) -> FetchClient | None:
         client = self._client
@@ -116,11 +136,6 @@ class Fetcher:
         with self._change:
             self._change.wait_for(lambda: self._client is not None or self._closed, timeout)
         return self._usable() is not None
-
-    def _bad(self, ns: Namespace, plan: Plan, hasher: Any, block: int) -> None:
-        with self._change:
-            self._reports.append((ns, plan, hasher, block))
-            self._change.notify_all()
 
     # the thread
 

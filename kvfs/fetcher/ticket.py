@@ -11,7 +11,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfs.errors import InputError
 from kvfs.fetcher.control import DONE, ENDED
@@ -29,6 +29,16 @@ _SHARE_OF_REST = 0.75
 # Of the identities of so many blocks, in one go: 0.1 ms.
 _PREPARED_AT_ONCE = 128
 _PREPARED_AHEAD = 1024
+
+
+class Outcome(NamedTuple):
+    """What became of a ticket: the blocks first..end-1 were good; why there were no more, "" if
+    all of them were wanted; and whether the block behind them is bad or gone for good."""
+
+    first: int
+    end: int
+    reason: str
+    lasting: bool
 
 
 class Ticket:
@@ -49,11 +59,8 @@ class Ticket:
         self.first = first
         self.wanted = wanted
         self.ranges = ranges
-        self.when_bad: Callable[[int], None] | None = None
-        """Called at `release` if the ticket ended `lasting`, with the number of the bad block."""
-        self.when_used: Callable[[int], None] | None = None
-        """Called at `release` with the number of the block behind the good ones, if there are any.
-        """
+        self.when_over: Callable[[Outcome], None] | None = None
+        """Called at `release`."""
         self._client = client
         self._hasher = hasher
         self._slot, self._generation = key
@@ -210,13 +217,12 @@ class Ticket:
                 return
             self._released = True
             self._end = self._end or ("cancelled", False)
-            end, self._good = self.first + self._good, 0
+            over = Outcome(self.first, self.first + self._good, *self._end)
+            self._good = 0
         if self._client is not None:
             self._client.release(self._slot, self._generation)
-        if self.lasting and self.when_bad is not None:
-            self.when_bad(end)
-        if end > self.first and self.when_used is not None:
-            self.when_used(end)
+        if self.when_over is not None:
+            self.when_over(over)
 
     cancel = release
 

@@ -14,7 +14,7 @@ from kvfs.errors import InputError
 from kvfs.fetcher import launch
 from kvfs.fetcher.engine import Fetcher
 from kvfs.fetcher.launch import Options
-from kvfs.testing.stock import Stock, flip
+from kvfs.testing.stock import Stock, flip, overwrite
 from tests.t2_fetch.conftest import end
 from tests.t2_fetch.test_fetcher import eventually, stored, wrong
 from tests.t2_fetch.test_fetcher_faults import at
@@ -74,6 +74,28 @@ def test_bad_blocks_are_reported_to_the_store(stock: Stock, engine: Fetcher) -> 
         assert ticket.wait() == 20 and ticket.lasting
         assert stock.stored(prompt) == 60
     eventually(lambda: stock.stored(prompt) == 20)
+
+
+def test_why_fetches_miss_is_counted_in_the_store(stock: Stock) -> None:
+    """Also what only the client sees: a sound record that is not the one asked for."""
+    prompts = [stored(stock, seed, 30) for seed in (1, 2)]
+    path = stock.paths()[0]
+    with open(path, "rb") as f:
+        f.seek(at(5))
+        record = f.read(64 << 10)
+    overwrite(path, at(10), record)
+    with Fetcher.of(stock.store, Options(16 * MIB, parent=os.getpid())) as engine:
+        plans = [stock.store.check(stock.ns, prompt) for prompt in prompts]
+        assert engine.fetch(stock.ns, plans[1], prompts[1], deadline=5).wait() == 0
+        assert engine.ready(10) and engine._client is not None
+        for plan, prompt in zip(plans, prompts, strict=True):
+            with engine.fetch(stock.ns, plan, prompt, deadline=5) as ticket:
+                ticket.wait()
+        engine.fetch(stock.ns, plans[1], prompts[1], deadline=5).cancel()
+        pid = engine._client.fetcher_pid
+    end(pid)
+    counted = {k: n for k, n in stock.store.stats().items() if k.startswith("fetch_miss.")}
+    assert counted == {"fetch_miss.fetcher_gone": 1, "fetch_miss.identity_mismatch": 1}
 
 
 def test_what_is_used_of_a_prefix_is_renewed(stock: Stock, runtime_dir: Path) -> None:

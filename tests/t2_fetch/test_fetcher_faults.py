@@ -119,6 +119,45 @@ def test_bits_that_turn_over_on_the_way_never_reach_a_client(
     eventually(lambda: unused(fetcher))
 
 
+def _inject(what: str, path: str, faults: FaultyBackend) -> None:
+    """Does something to block 20 of a prompt of 60 that stands alone in a file: the third read."""
+    third = {"EIO": Fail(errno.EIO), "short read": Short(0), "hang": Hold(0)}
+    if what in third:
+        faults.on("readv", "seg/*", nth=3, do=third[what], times=None)
+    elif what == "truncation":
+        os.truncate(path, at(20))
+    else:
+        flip(path, at(20) + PLACES[what][0])
+
+
+@pytest.mark.parametrize(
+    ("what", "good", "reason", "counter"),
+    [
+        ("EIO", 31, "I/O error (EIO)", "miss.I/O_error_(EIO)"),
+        ("short read", 31, "short read", "miss.short_read"),
+        ("hang", 31, "deadline", "expired"),
+        ("truncation", 20, "short read", "miss.short_read"),
+        ("payload", 20, "checksum of part index", "miss.checksum_of_part_index"),
+        ("tokens", 20, "bad trailer", "miss.bad_trailer"),
+        ("trailer's checksum", 20, "bad trailer", "miss.bad_trailer"),
+    ],
+)
+def test_every_fault_is_the_good_prefix_and_a_counted_reason_within_the_deadline(
+    what: str, good: int, reason: str, counter: str, stock: Stock, faults: FaultyBackend,
+    start: Start,
+) -> None:  # fmt: skip
+    prompt = stored(stock, 1, 60)
+    _inject(what, stock.paths()[0], faults)
+    fetcher = start(faults, threads=1)
+    deadline = 1.0 if what == "hang" else 60.0
+    began = time.monotonic()
+    with ask(fetcher.client(), stock, prompt, deadline=deadline) as ticket:
+        assert ticket.wait() == good
+        assert (ticket.reason, wrong(ticket, stock, prompt)) == (reason, None)
+        assert what != "hang" or time.monotonic() - began < 30 - deadline
+        eventually(lambda: fetcher.core.stats().get(counter, 0) >= 1)
+
+
 # what lies in the storage is not what was put
 
 
