@@ -19,7 +19,7 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-gluster test-3fs test-threefs test-vllm test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-gluster test-3fs test-threefs test-vllm test-sglang test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -76,11 +76,11 @@ test-gpu: $(VENV)/.test ## swap-in: its tests, those on a GPU where there is one
 	$(PY) -m kvfs.gpu.bench
 
 # Each engine has an environment of its own: they pin other versions of the same packages.
-$(ENGINES)/vllm/.ready: .ci/vllm.txt $(VENV)/.system
-	$(PYTHON) -m venv $(ENGINES)/vllm
-	$(ENGINES)/vllm/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
-	    -r .ci/vllm.txt
-	$(ENGINES)/vllm/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+$(ENGINES)/%/.ready: .ci/%.txt $(VENV)/.system
+	$(PYTHON) -m venv $(ENGINES)/$*
+	$(ENGINES)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	    -r .ci/$*.txt
+	$(ENGINES)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	    --no-build-isolation -e .
 	touch $@
 
@@ -88,7 +88,14 @@ $(ENGINES)/vllm/.ready: .ci/vllm.txt $(VENV)/.system
 test-vllm: $(ENGINES)/vllm/.ready ## whole vLLM engines on this CPU (2 GB to install)
 	$(ENGINES)/vllm/bin/python -m pytest -q -W ignore $(PYTEST_ARGS) tests/t5_engines/test_vllm*.py
 
-test-engines: test-vllm ## all inference engines, each in an environment of its own
+# SGLang compiles a part of itself when it is first used (with a C++ compiler): kept for the next.
+test-sglang: $(ENGINES)/sglang/.ready ## whole SGLang engines on this CPU (2.5 GB to install)
+	PYTHONPATH=tests/t5_engines/sglang_cpu \
+	TORCH_EXTENSIONS_DIR=$(abspath $(ENGINES))/sglang/extensions \
+	$(ENGINES)/sglang/bin/python -m pytest -q -W ignore $(PYTEST_ARGS) \
+	    tests/t5_engines/test_sglang*.py
+
+test-engines: test-vllm test-sglang ## all inference engines, each in an environment of its own
 
 lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
 	$(PY) -m ruff check .

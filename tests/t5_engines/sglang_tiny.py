@@ -1,8 +1,8 @@
 """A process that generates with SGLang on a CPU, for tests.
 
 Run as a script it reads requests, one JSON object a line: the first says which engine to make, each
-other one is a prompt, or {"wait": true} for what is being stored. An answer is a line that begins
-with RESULT, since SGLang writes to standard output as well.
+other one is a prompt, or {"flush": true} to forget what is in memory. An answer is a line that
+begins with RESULT, since SGLang writes to standard output as well.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ def main() -> None:
     answer({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
+        if "flush" in request:
+            answer({"flushed": bool(own.flush_cache().success)})
+            continue
         out = own.generate(
             input_ids=request["ids"],
             sampling_params={"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
