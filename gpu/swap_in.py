@@ -191,6 +191,10 @@ class SwapIn:
             return 0
         return self._usable
 
+    def over(self, timeout: float | None = None) -> bool:
+        """Waits until the last copy is done and the ticket let go; says whether that is so."""
+        return self._over.wait(timeout)
+
     def abort(self, timeout: float | None = None) -> bool:
         """Copies no more, lets go of the ticket, and waits until no copy is under way. Returns
         False if one still is after `timeout` seconds: the pages must not be given to others yet."""

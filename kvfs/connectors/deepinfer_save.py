@@ -1,0 +1,195 @@
+"""Stores what a DeepInfer engine computed: taken in its step, written behind it.
+
+In the step the blocks' rows and the states are only enqueued to be copied out, on a side stream,
+and the engine's blocks are pinned, so that a sequence that ends may free them at once. A thread
+waits for the copies, lets go of the blocks, and puts. Memory for rows is bounded: what does not fit
+is not stored. Nothing is raised into the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvfs.connectors.deepinfer_layout import Memory
+from kvfs.errors import KvfsError
+from kvfs.gpu.host_memory import HostBuffer
+from kvfs.gpu.streams import Event, Work
+from kvfs.gpu.swap_in import Swapper
+from kvfs.gpu.swap_out import SwapOut
+from kvfs.namespace import Namespace
+from kvfs.state.directory import Directory
+from kvfs.state.slot import Anchor
+from kvfs.state.slots import SlotPool
+from kvfs.store import Store
+
+log = logging.getLogger(__name__)
+_UNIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state to keep. source: where it lies now, [state slots, bytes]; slot: which of them."""
+
+    anchor: int
+    overshoot: int
+    source: Any
+    slot: int
+
+
+@dataclass(slots=True)
+class _Job:
+    tokens: Callable[[], Any]
+    first: int
+    end: int
+    pages: list[int]
+    out: SwapOut | None
+    states: list[tuple[State, Any]]
+    done: Event
+    size: int
+
+
+class _ToHost(Work):
+    __slots__ = ("host", "state")
+
+    def __init__(self, state: Any, host: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.host = host
+
+    def run(self) -> None:
+        self.host.copy_(self.state, non_blocking=True)
+
+
+class Saver:
+    """See the module docstring."""
+
+    def __init__(
+        self, store: Store, ns: Namespace, memory: Memory, swapper: Swapper, blocks: Any, *,
+        pool: SlotPool | None, directory: Directory | None, ttl_class: str, most_bytes: int,
+        counts: Counter[str],
+    ) -> None:  # fmt: skip
+        """blocks: the engine's block manager; most_bytes: of memory for rows and states."""
+        self.store, self.ns, self.memory, self.swapper = store, ns, memory, swapper
+        self._blocks = blocks
+        self._pool, self._directory = pool, directory
+        self._ttl_class = ttl_class
+        self._left = self._most = most_bytes
+        self._counts = counts
+        self._free: list[HostBuffer] = []
+        self._change = threading.Condition()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvfs-save", daemon=True)
+        self._thread.start()
+
+    # in the engine's step
+
+    def take(
+        self, tokens: Callable[[], Any], first: int, end: int, pages: Sequence[int],
+        states: Sequence[State],
+    ) -> bool:  # fmt: skip
+        """Begins to store blocks first..end-1 that lie in `pages`, and states. tokens: gives the
+        sequence's tokens, called by another thread. False: there is no room."""
+        rows = (end - first) * self.memory.identity.row_bytes
+        size = rows + len(states) * self.memory.state_bytes
+        with self._change:
+            if size > self._left:
+                self._counts["dropped_blocks"] += end - first
+                return False
+            self._left -= size
+        if first < end:
+            self._blocks.pin_blocks(list(pages))
+        out = self.swapper.swap_out(pages, self._buffer(rows)) if first < end else None
+        taken = [(state, self._state(state)) for state in states]
+        done = self.swapper.stream.record()
+        held = list(pages) if first < end else []
+        self._jobs.put(_Job(tokens, first, end, held, out, taken, done, size))
+        return True
+
+    def _state(self, state: State) -> Any:
+        """The kept part of a state on its way to host memory. It is read where it lies now, before
+        anything that the engine enqueues after this can change it."""
+        source, size = state.source, self.memory.state_bytes
+        kept = torch.empty(size, dtype=torch.uint8, device=source.device)
+        self.memory.cache.select_state_slice_to_store(state.slot, state.anchor, source, kept)
+        host = torch.empty(size, dtype=torch.uint8)
+        after = self.swapper.device.fence()
+        if after is not None:
+            self.swapper.stream.wait_for(after)
+        self.swapper.stream.submit(_ToHost(kept, host))
+        return host
+
+    def _buffer(self, size: int) -> HostBuffer:
+        with self._change:
+            for i, buffer in enumerate(self._free):
+                if buffer.view.nbytes >= size:
+                    return self._free.pop(i)
+        return HostBuffer(-(-size // _UNIT) * _UNIT)
+
+    # the thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._finish(job)
+            except Exception as e:  # whatever it is, the engine goes on
+                self._counts["failed"] += 1
+                log.warning("not stored: %s", e, exc_info=not isinstance(e, KvfsError))
+            with self._change:
+                if job.out is not None:
+                    self._keep(job.out.buffer)
+                self._left += job.size
+                self._change.notify_all()
+
+    def _keep(self, buffer: HostBuffer) -> None:
+        self._free.append(buffer)
+        while sum(b.view.nbytes for b in self._free) > self._most:
+            self._free.pop(0).close()
+
+    def _finish(self, job: _Job) -> None:
+        try:
+            job.done.wait()
+        finally:
+            if job.pages:
+                self._blocks.unpin_blocks(job.pages)
+        hasher = self.ns.hasher(job.tokens()[: job.end * self.ns.block_tokens])
+        if job.out is not None:
+            result = job.out.put(
+                self.store, self.ns, hasher, first_block=job.first, ttl_class=self._ttl_class
+            )
+            self._counts["stored_blocks"] += result.stored
+            if result.error is not None:
+                raise result.error
+        for state, host in job.states:
+            self._write(Anchor.of(hasher, state.anchor), state, host)
+
+    def _write(self, anchor: Anchor, state: State, host: Any) -> None:
+        assert self._pool is not None and self.memory.ring is not None
+        data = self.memory.slot_of(host).numpy()
+        rotation = state.anchor % self.memory.ring.size
+        stored = self._pool.write(anchor, data, rotation=rotation, overshoot=state.overshoot)
+        self._counts["stored_slots"] += stored.new
+        if self._directory is not None:
+            self._directory.stored(stored)
+
+    # the end
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until all that was taken is stored, or could not be; says whether that is so."""
+        with self._change:
+            return self._change.wait_for(lambda: self._left == self._most, seconds)
+
+    def close(self, seconds: float) -> bool:
+        """Stores what is waiting, for so long at most; says whether the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        for buffer in self._free:
+            buffer.close()
+        return not self._thread.is_alive()
