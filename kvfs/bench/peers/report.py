@@ -105,7 +105,7 @@ def cell(row: Mapping[str, Any] | None) -> str:
     figures = row["figures"]
     parts = [duration(row["seconds"])]
     if row["ratio"] is not None:
-        own = "" if "peer_per_kvfs" in figures else figures.get("kvfs_unverified_ratio")
+        own = None if "peer_per_kvfs" in figures else figures.get("kvfs_unverified_ratio")
         parts.append(_times(row["ratio"]) + (f"/{_times(own)}" if own else ""))
     if "peer_per_kvfs" in figures:
         other = figures.get("peer_per_kvfs_unverified")
