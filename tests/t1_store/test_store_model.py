@@ -33,14 +33,21 @@ def stored(prefixes: set[Blocks], prompt: Blocks) -> int:
 
 
 class Place:
-    """Where the machines put their stores."""
+    """Where the machines put their stores and their indexes."""
 
     ram: Path
+    stores: Path
+
+    @classmethod
+    def examples(cls, most: int) -> int:
+        """How many to try: fewer where each takes longer."""
+        return most if cls.ram in cls.stores.parents else most // 5
 
 
 @pytest.fixture(autouse=True)
-def _place(ram_dir: Path) -> None:
-    Place.ram = ram_dir
+def _place(ram_dir: Path, quick_store: Path) -> None:
+    Place.ram, Place.stores = ram_dir, quick_store
+    quick_store.mkdir()
 
 
 class OneHost(RuleBasedStateMachine):
@@ -53,9 +60,10 @@ class OneHost(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp(dir=Place.ram))
+        self.place = Path(tempfile.mkdtemp(dir=Place.stores))
         self.clock = Clock()
         place = {"index": str(self.path / "index"), "classes": SECONDS}
-        self.first = Stock.make(self.path / "store", clock=self.clock, **place)
+        self.first = Stock.make(self.place / "store", clock=self.clock, **place)
         self.second = self.first.another(index=str(self.path / "index"))
         self.least: dict[Blocks, float] = {}
         self.most: dict[int, float] = {}
@@ -63,6 +71,7 @@ class OneHost(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.first.close()
         shutil.rmtree(self.path)
+        shutil.rmtree(self.place)
 
     def stock(self, second: bool) -> Stock:
         # What two writers do in one millisecond has no order in their journals.
@@ -159,7 +168,9 @@ class OneHost(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 def test_one_host_against_a_model() -> None:
-    run_state_machine_as_test(OneHost, settings=settings(max_examples=80, stateful_step_count=20))
+    run_state_machine_as_test(
+        OneHost, settings=settings(max_examples=Place.examples(80), stateful_step_count=20)
+    )
 
 
 HOSTS = 3
@@ -174,8 +185,9 @@ class SeveralHosts(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp(dir=Place.ram))
+        self.place = Path(tempfile.mkdtemp(dir=Place.stores))
         first = Stock.make(
-            self.path / "store", index=str(self.path / "host0"), segment_bytes=1 << 16
+            self.place / "store", index=str(self.path / "host0"), segment_bytes=1 << 16
         )
         self.hosts = [first, *(self.host(n, first) for n in range(1, HOSTS))]
         self.put_anywhere: set[Blocks] = set()
@@ -196,6 +208,7 @@ class SeveralHosts(RuleBasedStateMachine):
             for stock in self.hosts:
                 stock.close()
             shutil.rmtree(self.path)
+            shutil.rmtree(self.place)
 
     @rule(host=numbers, prompt=prompts)
     def put(self, host: int, prompt: Blocks) -> None:
@@ -238,5 +251,5 @@ class SeveralHosts(RuleBasedStateMachine):
 @pytest.mark.timeout(300)
 def test_several_hosts_on_one_directory() -> None:
     run_state_machine_as_test(
-        SeveralHosts, settings=settings(max_examples=60, stateful_step_count=15)
+        SeveralHosts, settings=settings(max_examples=Place.examples(60), stateful_step_count=15)
     )

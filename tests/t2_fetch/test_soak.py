@@ -142,6 +142,7 @@ def soak(stock: Stock, seconds: float, every: float, *, processes: int, threads:
         end(client.fetcher_pid)
 
 
+@pytest.mark.posix("what it gets done in its time is the stand-in's")
 def test_soak_for_ten_seconds(stock: Stock) -> None:
     soak(stock, 10, 2, processes=4, threads=4)
 
