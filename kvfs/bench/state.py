@@ -8,6 +8,7 @@ us make no network namespaces, both go over the loopback device, which the row s
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import statistics
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from kvfs.bench import netns
@@ -47,7 +48,7 @@ def run(options: Options) -> Iterator[Row]:
         stack.callback(pull.close)
         stack.callback(plain.close)
         options.progress("state.pull")
-        found = link.run(lambda: in_turns({"pull": pull.once, "plain": plain.once}, runs))
+        found = link.run(lambda: _in_turns(link, pull, plain, runs))
         seconds, base, ratio = compared(found["pull"], found["plain"])
         options.progress("state.pull.load")
         plain_load = _under_load(link, runs * LOAD_PULLS, _Plain)
@@ -74,6 +75,26 @@ def run(options: Options) -> Iterator[Row]:
         f"{DEADLINE_SECONDS * 1000:.0f} ms to do it",
         figures={"slowest_seconds": max(frozen)},
     )  # fmt: skip
+
+
+@contextmanager
+def _apart(pid: int) -> Iterator[None]:
+    """Keeps this thread to one processor and a process to the others, as two hosts share none.
+
+    Without this the kernel has both on the same one at times, and a figure depends on when.
+    """
+    before = os.sched_getaffinity(0)
+    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    try:
+        if len(before) > 1:
+            mine = min(before)
+            os.sched_setaffinity(0, {mine})
+            for thread in threads:
+                os.sched_setaffinity(thread, before - {mine})
+        yield
+    finally:
+        for thread in (0, *threads):
+            os.sched_setaffinity(thread, before)
 
 
 class _Link:
@@ -173,6 +194,14 @@ class _Plain:
         self._socket.close()
 
 
+def _in_turns(link: _Link, pull: _Pull, plain: _Plain, runs: int) -> dict[str, list[float]]:
+    """One after the other."""
+    pull.once()  # begins the thread that serves them all
+    plain.once()
+    with _apart(link.process.pid):
+        return in_turns({"pull": pull.once, "plain": plain.once}, runs)
+
+
 def _p99(seconds: list[float]) -> float:
     return sorted(seconds)[min(len(seconds) - 1, len(seconds) * 99 // 100)]
 
@@ -211,6 +240,7 @@ def _from_a_frozen_host(link: _Link, pulls: int) -> list[float]:
     for case in cases:
         case.once()
     link.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, link.process.pid, os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
     try:
         found = [case.tried(DEADLINE_SECONDS) for case in cases]
     finally:
