@@ -104,35 +104,37 @@ class Reader:
 
         Returns how many whole records are in their places, and why it went no further.
         """
-        size = PIECE_BYTES if payloads else UNCHECKED_PIECE_BYTES
         for extent in plan.extents:
             if extent.block >= wanted:
                 break
-            for slot, first, count in _pieces(extent, wanted, size):
-                buffers = _buffers(at, rests, first, count)
-                whole, failure = self._read(extent, slot, buffers, at.shape.stride)
-                good, damage = sound(at, first, first + whole, payloads=payloads)
-                if damage is not None:
-                    return first + whole, _Miss(good, damage, True)
-                if failure is not None:
-                    return first + whole, _Miss(first + whole, *failure)
+            landed, miss = self._land_extent(extent, at, rests, wanted, payloads)
+            if miss is not None:
+                return landed, miss
         return wanted, None
 
-    def _read(
-        self, extent: Extent, slot: int, buffers: list[memoryview], stride: int
-    ) -> tuple[int, tuple[str, bool] | None]:
-        """Returns how many whole records were read, and why not all (reason, lasting)."""
+    def _land_extent(
+        self, extent: Extent, at: Landing, rests: memoryview, wanted: int, payloads: bool
+    ) -> tuple[int, _Miss | None]:
+        """The same for one extent. Its file is taken once: for every piece it would cost as much
+        as a tenth of the checksums."""
+        size = PIECE_BYTES if payloads else UNCHECKED_PIECE_BYTES
+        stride, first = at.shape.stride, extent.block
         try:
             with self._files.use(extent.segment) as file:
-                n = read_into(self.backend, file, buffers, extent.geometry.offset(slot))
-        except ReadCut as e:
-            return e.read // stride, (describe(e), lasting(e))
+                for slot, first, count in _pieces(extent, wanted, size):
+                    buffers = _buffers(at, rests, first, count)
+                    n = read_into(self.backend, file, buffers, extent.geometry.offset(slot))
+                    end, damage = _sound(at, first, n // stride, payloads)
+                    if damage is not None:
+                        return end, damage
+                    if n < count * stride:
+                        self._files.forget(extent.segment)
+                        return end, _Miss(end, "short read", True)
         except OSError as e:
-            return 0, (describe(e), lasting(e))
-        if n == sum(map(len, buffers)):
-            return n // stride, None
-        self._files.forget(extent.segment)
-        return n // stride, ("short read", True)
+            whole = e.read // stride if isinstance(e, ReadCut) else 0
+            end, damage = _sound(at, first, whole, payloads)
+            return end, damage or _Miss(end, describe(e), lasting(e))
+        return min(wanted, extent.block + extent.count), None
 
     def forget(self, path: str) -> None:
         """Closes a segment that is about to be removed, as soon as nobody reads it."""
@@ -154,6 +156,12 @@ def _buffers(at: Landing, rests: memoryview, first: int, count: int) -> list[mem
         out.append(at.payloads[i * row : (i + 1) * row])
         out.append(rests[i * rest : (i + 1) * rest])
     return out
+
+
+def _sound(at: Landing, first: int, whole: int, payloads: bool) -> tuple[int, _Miss | None]:
+    """(the end of so many whole records from `first` on, what is wrong with the first bad one)."""
+    good, damage = sound(at, first, first + whole, payloads=payloads)
+    return first + whole, None if damage is None else _Miss(good, damage, True)
 
 
 def _mismatch(at: Landing, hasher: Chain, n: int) -> _Miss | None:
