@@ -25,8 +25,9 @@ from kvfs.record import Landing, RunBlocks, matches, sound
 # so much that the calls do not count.
 PIECE_BYTES = 1 << 20
 UNCHECKED_PIECE_BYTES = 16 << 20
-# Token ids and trailers of so many blocks are compared in one go: 640 KB of them.
-COMPARED_AT_ONCE = 1024
+# Token ids and trailers of so many blocks are compared in one go: 160 KB of them, which stay in the
+# second-level cache between the steps of the comparison.
+COMPARED_AT_ONCE = 256
 # The storage is away or slow, not the bytes wrong: a miss now, and the index keeps its rows.
 _PASSING = frozenset(
     {errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN, errno.EAGAIN,
