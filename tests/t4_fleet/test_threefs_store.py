@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +205,33 @@ def test_the_daemon_dies_and_comes_back(stock: Stock, hosts: list[Host]) -> None
     while stock.put(B).error is not None:
         assert time.monotonic() - began < 5
     assert stock.good(B) == 20
+
+
+def test_the_daemon_dies_while_blocks_are_written(stock: Stock, hosts: list[Host]) -> None:
+    """What was acknowledged is there when it comes back, and nothing is half there."""
+    acknowledged: list[int] = []
+
+    def put() -> None:
+        for seed in range(200, 10_000):
+            if stock.put(tokens(seed, 80)).error is not None:
+                return
+            acknowledged.append(seed)
+
+    hosts[0].set(delay_ms=20)
+    writer = threading.Thread(target=put)
+    writer.start()
+    while len(acknowledged) < 3:
+        time.sleep(0.001)
+    hosts[0].kill()
+    writer.join()
+    hosts[0].start()
+    while stock.put(B).error is not None:
+        time.sleep(0.01)
+    for _ in range(2):
+        assert [stock.good(tokens(seed, 80)) for seed in acknowledged] == [20] * len(acknowledged)
+        assert stock.good(B) == 20
+        stock = stock.again()
+    assert not fsck(stock.store).damaged
 
 
 _CLIENT = """
