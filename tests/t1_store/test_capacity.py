@@ -225,11 +225,16 @@ def test_a_bad_file_of_limits_is_told(stock: Stock) -> None:
         Limits.load(stock.store.backend)
 
 
-def test_usage_is_what_is_on_the_disk(stock: Stock) -> None:
-    """E1: puts, passes, files removed behind our back and restarts; never a limit exceeded."""
+@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_usage_is_what_is_on_the_disk(store_dir: Path, steps: int) -> None:
+    """Puts, passes, files removed behind our back and restarts; never a limit exceeded."""
+    stock = Stock.make(
+        store_dir, segment_bytes=128 << 10, grace_seconds=10, durability="none"
+    )  # fmt: skip
     rng = random.Random(5)
     limit(stock, capacity_bytes=2 * MIB)
-    for step in range(300):
+    for step in range(steps):
         stock.clock.now += rng.random() * 3600
         put(stock, stock.ns, tokens(rng.randrange(10_000), rng.randrange(4, 120)))
         if step % 23 == 0:
@@ -244,6 +249,7 @@ def test_usage_is_what_is_on_the_disk(stock: Stock) -> None:
         assert abs(seen - disk) <= disk * 0.01 + 4096 * len(sizes)  # du counts whole pages
         assert disk <= 2 * MIB + (128 << 10)
     assert index_faults(stock.store.index) == []
+    stock.close()
 
 
 def test_a_bucket_keeps_its_rate_and_takes_a_new_one() -> None:
