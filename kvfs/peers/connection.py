@@ -114,10 +114,11 @@ class _Connection(TCPServer):
     async def _send(self, head: bytes, data: bytes) -> None:
         async with self.send_lock:
             try:
-                with trio.CancelScope(shield=True):
-                    sent = await self.stream.socket.sendmsg((head, data)) if head else 0
-                    left = max(0, sent - len(head))
-                    if left < len(data):
-                        await self.stream.send_all(memoryview(data)[left:])
+                sent = await self.stream.socket.sendmsg((head, data)) if head else 0
+                if sent < len(head):
+                    head, data = b"", head + data
+                left = memoryview(data)[sent - len(head) :]
+                if left:
+                    await self.stream.send_all(left)
             except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
                 await self.protocol.handle(Closed())

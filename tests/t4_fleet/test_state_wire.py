@@ -9,6 +9,7 @@ import gc
 import http.client
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ import pytest
 from kvfs.errors import ConfigError, InputError
 from kvfs.peers import auth, wire
 from kvfs.peers import http as peer_http
+from kvfs.peers import server as peer_server
 from kvfs.peers.auth import ReplayWindow, Secret
 from kvfs.peers.client import PeerClient
 from kvfs.peers.http import PeerError, parse_head
@@ -544,6 +546,72 @@ def test_a_peer_that_takes_nothing(slots: Path, client: PeerClient) -> None:
                 assert time.monotonic() < deadline, "it is held for ever"
                 time.sleep(0.01)
             assert isinstance(pull(client, server.address), Slot)
+
+
+def signed(server: SlotServer, method: str, number: int, slot: Slot | None = None) -> str:
+    """The head of a request for a slot, or with one, up to its last header."""
+    path, now = wire.slot_path(FLASH.nsid, anchor(number)), int(time.time() * 1000)
+    nonce, meta = secrets.token_bytes(16), b"" if slot is None else slot.meta.encode()
+    mac = SECRET.of_request(method, path, server.address, now, nonce, meta)
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: {server.address}\r\nkvfs-time: {now}\r\n"
+        f"kvfs-nonce: {nonce.hex()}\r\nkvfs-mac: {mac.hex()}\r\n"
+    )
+    return head if slot is None else f"{head}kvfs-slot: {meta.hex()}\r\n"
+
+
+def test_who_waits_to_be_told_to_go_on_is_told(slots: Path, tmp_path: Path) -> None:
+    """A general client asks before it sends a body, and hears before the answer."""
+    with serving(slots) as server, pool_of(tmp_path / "other", [9]) as mine:
+        slot = mine.read(anchor(9))
+        assert slot is not None
+        head = signed(server, "PUT", 9, slot)
+        head += f"Content-Length: {len(slot.data)}\r\nExpect: 100-continue\r\n\r\n"
+        with attack(server, head.encode()) as connection:
+            connection.settimeout(SECONDS)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
+            connection.sendall(slot.data)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 201 ")
+
+
+def test_requests_one_behind_the_other_are_answered_in_turn(slots: Path) -> None:
+    with serving(slots) as server:
+        asked = "".join(signed(server, "GET", number) + "\r\n" for number in (1, 2, 1))
+        with attack(server, asked.encode()) as connection:
+            connection.settimeout(SECONDS)
+            answers = connection.makefile("rb")
+            for number in (1, 2, 1):
+                assert answers.readline().startswith(b"HTTP/1.1 200 ")
+                while answers.readline() != b"\r\n":
+                    pass
+                assert answers.read(1_415_040) == data_of(anchor(number))
+            answers.close()
+
+
+def test_a_server_that_ends_closes_who_asks_nothing_and_lets_an_answer_end(
+    slots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "STOP_SECONDS", SECONDS)
+    received: list[bytes] = []
+    with ExitStack() as stack:
+        with serving(slots) as server:
+            idle = stack.enter_context(attack(server, b""))
+            asking = stack.enter_context(attack(server, b""))
+            asking.settimeout(SECONDS)
+            asking.sendall((signed(server, "GET", 1) + "\r\n").encode())
+            received.append(asking.recv(1))
+
+            def read() -> None:
+                while part := asking.recv(1 << 20):
+                    received.append(part)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+        reader.join()
+        idle.settimeout(SECONDS)
+        assert idle.recv(1) == b""
+    head, _, body = b"".join(received).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and body == data_of(anchor(1))
 
 
 def test_a_server_that_was_started_anew_is_noticed(slots: Path) -> None:
