@@ -247,3 +247,9 @@ def test_the_other_interfaces(
         assert stored == 2 * PAGE
         engine.flush()
         assert engine.generate(other)[0] == tokens
+        # Of a prompt that is stored whole, something is left to compute.
+        whole = prompts[0][:STORED]
+        tokens, stored = engine.generate(whole)
+        engine.flush()
+        again, stored = engine.generate(whole)
+        assert again == tokens and 0 < stored < STORED
