@@ -19,7 +19,7 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-gluster test-3fs test-threefs test-vllm test-sglang test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-gluster test-3fs test-threefs test-vllm test-sglang test-lmcache test-deepinfer test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -95,7 +95,25 @@ test-sglang: $(ENGINES)/sglang/.ready ## whole SGLang engines on this CPU (2.5 G
 	$(ENGINES)/sglang/bin/python -m pytest -q -W ignore $(PYTEST_ARGS) \
 	    tests/t5_engines/test_sglang*.py
 
-test-engines: test-vllm test-sglang ## all inference engines, each in an environment of its own
+test-lmcache: $(ENGINES)/lmcache/.ready ## LMCache's storage manager and server, with vLLM before it
+	$(ENGINES)/lmcache/bin/python -m pytest -q -W ignore $(PYTEST_ARGS) \
+	    tests/t5_engines/test_lmcache*.py
+
+# Only its source is read, for its memory layout: to build it takes a GPU's tools.
+$(ENGINES)/deepinfer/.ready: $(VENV)/.test
+	rm -rf $(ENGINES)/deepinfer
+	mkdir -p $(ENGINES)/deepinfer
+	VIRTUAL_ENV=$(abspath $(VENV)) $(PY) -m pip --disable-pip-version-check download --quiet \
+	    --no-deps --ignore-requires-python \
+	    -d $(ENGINES)/deepinfer deepinfer==0.1.0
+	tar -xzf $(ENGINES)/deepinfer/deepinfer-0.1.0.tar.gz -C $(ENGINES)/deepinfer
+	touch $@
+
+test-deepinfer: $(ENGINES)/deepinfer/.ready ## the DeepInfer mixin, also beside its release's layout code
+	KVFS_DEEPINFER_SOURCE=$(abspath $(ENGINES)/deepinfer/deepinfer-0.1.0) \
+	    $(PY) -m pytest -q -rs $(PYTEST_ARGS) tests/t5_engines/test_deepinfer*.py
+
+test-engines: test-vllm test-deepinfer test-sglang test-lmcache ## all inference engines, each in an environment of its own
 
 lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
 	$(PY) -m ruff check .

@@ -10,7 +10,7 @@ SGLang names pages by its own chained keys; each pool of host memory is a namesp
 so (kvfs.keys). All three of SGLang's interfaces are there: pages as tensors, pages by pointer
 (`interface_v1`), and several pools with their hit policies.
 
-Threads: SGLang calls from threads of its own; see kvfs.connectors.sglang_link. Nothing is raised
+Threads: SGLang calls from threads of its own; see kvfs.connectors.keyed_link. Nothing is raised
 but for settings that cannot be right, when the engine starts: whatever happens to the storage is a
 page that is not there. docs/sglang.md has more.
 """
@@ -32,11 +32,11 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvfs.connectors.keyed_link import Link
 from kvfs.connectors.sglang_hits import Need, restorable
 from kvfs.connectors.sglang_identity import Model, identity_of, model_of
-from kvfs.connectors.sglang_link import Link
 from kvfs.connectors.sglang_pages import Flat, Pages, bytes_of, pages_of, tensor_of
-from kvfs.connectors.sglang_settings import Settings
+from kvfs.connectors.sglang_settings import settings_of
 from kvfs.errors import InputError, KvfsError
 from kvfs.index.place import default_root
 from kvfs.layout import Identity
@@ -90,13 +90,13 @@ def _none_of_pools(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[str, li
 
 
 class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
-    """See the module docstring. Settings: kvfs.connectors.sglang_settings.Settings."""
+    """See the module docstring. Settings: kvfs.connectors.settings.KeyedSettings."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         """Raises InputError for settings that cannot be right."""
         self._config = storage_config
         given = storage_config.extra_config or {}
-        self._settings = Settings.parse(given)
+        self._settings = settings_of(given)
         self._pointers = bool(given.get("interface_v1", 0))
         self.registered_pools: dict[str, Any] = {}
         self._pools: dict[tuple[str, bool], _Pool | None] = {}

@@ -79,6 +79,22 @@ def environment() -> None:
     )  # fmt: skip
 
 
+def let_vllm_look_at_llvmlite() -> None:
+    """vLLM asks every object of every loaded module for attributes; llvmlite's library, which
+    LMCache loads, answers with a function whatever the name, and that ends vLLM."""
+    from llvmlite.binding import ffi
+
+    wrapper = ffi._lib_wrapper
+    answer = wrapper.__getattr__
+
+    def named(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    wrapper.__getattr__ = named
+
+
 def engine(request: dict[str, Any]) -> Any:
     """An engine. model: directory; transfer: fields of KVTransferConfig, {} for none; engine: more
     arguments of LLM."""
@@ -86,6 +102,8 @@ def engine(request: dict[str, Any]) -> Any:
     from vllm.config import KVTransferConfig
 
     given = dict(request.get("engine", {}))
+    if "lmcache" in request.get("transfer", {}).get("kv_connector_module_path", ""):
+        let_vllm_look_at_llvmlite()
     if request.get("transfer"):
         given["kv_transfer_config"] = KVTransferConfig(kv_role="kv_both", **request["transfer"])
     return LLM(

@@ -1,11 +1,11 @@
-"""What all pools of one SGLang process share: the store, and its rules for loads and stores.
+"""The way to a store of an engine that keys its pages itself, and the rules for loads and stores.
 
-SGLang asks from threads of its own: one looks pages up, one loads, one stores. Look-ups read the
-local index alone. A load has a deadline; when the storage did not answer one, nothing is found for
-a moment, so that requests do not wait for it one after the other. A store copies pages to memory
-of its own, bounded, and waits for the disk on another thread: SGLang's memory may change as soon as
-SGLang is told that the store failed. Stores wait for a gap between loads, and are dropped if there
-is none.
+Such engines (SGLang, LMCache) ask from threads of their own: one looks pages up, one loads, one
+stores. Look-ups read the local index alone. A load has a deadline; when the storage did not answer
+one, nothing is found for a moment, so that requests do not wait for it one after the other. A store
+copies pages to memory of its own, bounded, and waits for the disk on another thread: the engine's
+memory may change as soon as the engine is told that the store failed. Stores wait for a gap between
+loads, and are dropped if there is none.
 
 Thread-safe. Raises KvfsError only where it says so.
 """
@@ -22,11 +22,12 @@ from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvfs.connectors.sglang_settings import Settings
+from kvfs.connectors.settings import KeyedSettings
 from kvfs.errors import KvfsError
 from kvfs.fetcher.engine import Fetcher
 from kvfs.fetcher.launch import Options
 from kvfs.follow.following import Following
+from kvfs.keys import Key
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
 from kvfs.store import Store
@@ -54,9 +55,11 @@ class Transferred:
 
 
 class Link:
-    """One SGLang process's way to a store. Close it."""
+    """One engine process's way to a store. Close it."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: KeyedSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """clock: seconds, which tell for how long the storage is let be. Raises KvfsError if the
         store cannot be opened."""
         self.settings = settings
@@ -105,14 +108,14 @@ class Link:
             return None
         return self.store.catalog.get(identity, self.settings.ttl_class)
 
-    def have(self, identity: Identity, keys: Sequence[str]) -> list[bool]:
+    def have(self, identity: Identity, keys: Sequence[Key]) -> list[bool]:
         """For each page whether it is stored."""
         ns = self._known(identity)
         if ns is None or self._clock() < self._rest_until:
             return [False] * len(keys)
         return self.store.have_keys(ns, keys)
 
-    def leading(self, identity: Identity, keys: Sequence[str]) -> int:
+    def leading(self, identity: Identity, keys: Sequence[Key]) -> int:
         """How many leading pages are stored."""
         ns = self._known(identity)
         if ns is None or self._clock() < self._rest_until:
@@ -121,7 +124,7 @@ class Link:
 
     # loads
 
-    def load(self, identity: Identity, keys: Sequence[str], give: Give) -> int:
+    def load(self, identity: Identity, keys: Sequence[Key], give: Give) -> int:
         """Hands the leading pages that are stored and verify to `give`; returns how many."""
         ns = self._known(identity)
         if ns is None:
@@ -153,7 +156,7 @@ class Link:
                 if not self._loading:
                     self._idle.set()
 
-    def _load(self, ns: Namespace, keys: Sequence[str], give: Give) -> int:
+    def _load(self, ns: Namespace, keys: Sequence[Key], give: Give) -> int:
         chain = ns.keys(keys)
         plan = self.store.check(ns, chain)
         wanted = plan.stored_blocks
@@ -187,7 +190,7 @@ class Link:
     # stores
 
     def save(
-        self, identity: Identity, keys: Sequence[str], take: Take, *, parent: str | None = None,
+        self, identity: Identity, keys: Sequence[Key], take: Take, *, parent: Key | None = None,
         first_page: int | None = None,
     ) -> list[bool]:  # fmt: skip
         """Stores pages; says for each whether it is stored.
@@ -209,15 +212,15 @@ class Link:
                 break  # the rest would be dropped as well, each after a wait
         return out
 
-    def _renew(self, identity: Identity, keys: Sequence[str]) -> None:
+    def _renew(self, identity: Identity, keys: Sequence[Key]) -> None:
         ns = self._known(identity)
         if ns is not None:
             chain = ns.keys(keys)
             self.store.note_hit(ns, self.store.check(ns, chain), chain)
 
     def _save(
-        self, identity: Identity, keys: Sequence[str], take: Take, pages: range,
-        parent: str | None, number: int | None,
+        self, identity: Identity, keys: Sequence[Key], take: Take, pages: range,
+        parent: Key | None, number: int | None,
     ) -> bool:  # fmt: skip
         """Stores consecutive pages; says whether all of them are."""
         size, began = len(pages) * identity.row_bytes, time.monotonic()
@@ -261,7 +264,7 @@ class Link:
         return not error
 
     def _put(
-        self, identity: Identity, keys: list[str], parent: str | None, number: int | None,
+        self, identity: Identity, keys: list[Key], parent: Key | None, number: int | None,
         rows: memoryview,
     ) -> str:  # fmt: skip
         """On the writing thread. Returns why not all of it is stored, "" if it is."""
