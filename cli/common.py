@@ -110,7 +110,7 @@ def pick_namespace(store: LocalStore, settings: Settings) -> Namespace:
     """The namespace the settings name, or the store's only one. Raises InputError."""
     if settings.namespace is not None:
         return store.namespace(settings.namespace)
-    known = store.namespaces()
+    known = store.listed_namespaces()
     if len(known) == 1:
         return known[0]
     if not known:

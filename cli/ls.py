@@ -65,7 +65,7 @@ def _find(store: Store, tree: Tree, settings: Settings, path: str) -> Entry:
     if settings.namespace is not None:
         known = [store.namespace(settings.namespace)]
     else:
-        known = store.namespaces()
+        known = store.listed_namespaces()
     entry = places.walk(tree, path, known[0] if len(known) == 1 else None)
     if entry is None:
         raise InputError(f"{path}: no such node or block")

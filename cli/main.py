@@ -53,7 +53,7 @@ MAP: dict[str, dict[str, str]] = {
     "Keep in order": {
         "serve": "Follow the other writers of a store and keep house, until it is told to end",
         "drain": "Move this host's slots to other hosts, before it leaves",
-        "rm": "Evict blocks: those of a prompt, of a node, or of a whole namespace",
+        "rm": "Evict blocks: those of a prompt, a node, a namespace, or a tenant",
         "gc": "Give back the room of what has expired or was evicted",
         "limits": "Show and set how much a store may hold, and how fast it is cleaned",
         "fsck": "Read everything, verify it and report",

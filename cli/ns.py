@@ -162,7 +162,7 @@ def _share(option: str, text: str | None) -> tuple[int, int]:
 def list_(settings: Settings) -> None:
     """List the namespaces of a store."""
     with common.open_store(settings) as store:
-        found = store.namespaces()
+        found = store.listed_namespaces()
     if settings.as_json:
         for ns in found:
             output.json_line(describe(ns))

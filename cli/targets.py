@@ -22,9 +22,9 @@ _BATCH = 1000
 
 
 def options(function: F) -> F:
-    """--node and --all: arguments `node` and `everything`."""
+    """--node, also called --prefix, and --all: arguments `node` and `everything`."""
     function = click.option(
-        "--node", metavar="NODE",
+        "--node", "--prefix", "node", metavar="NODE",
         help="In place of a prompt: a node or a block and all behind it, by hash, beginning of a "
              "hash, or path in the tree.",
     )(function)  # fmt: skip
@@ -42,6 +42,12 @@ class Target:
     form: str
     node: str | None
     everything: bool
+
+    @property
+    def given(self) -> bool:
+        """Any of the options was given."""
+        by_tokens = self.path is not None or self.inline is not None
+        return by_tokens or self.node is not None or self.everything
 
     @property
     def kind(self) -> str:

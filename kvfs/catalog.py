@@ -64,7 +64,9 @@ class Catalog:
         return list(self.index.namespaces().values())
 
     def known(self, identity: Identity) -> bool:
-        return identity.nsid in self.index.namespaces()
+        """It is there, and not removed."""
+        found = self.index.namespaces().get(identity.nsid)
+        return found is not None and found[0] not in self.index.hidden_namespaces()
 
     def get(self, identity: Identity, default_class: str | None = None) -> Namespace:
         """The namespace of an identity that is known. default_class: see Store.create_namespace."""
@@ -87,9 +89,17 @@ class Catalog:
         found = (self.get(i) for _, text in self._texts() if (i := _identity(text)) is not None)
         return sorted(found, key=lambda ns: ns.name)
 
+    def listed(self) -> list[Namespace]:
+        """The same without those that were removed and hold nothing since."""
+        hidden = self.index.hidden_namespaces()
+        return [ns for ns in self.all() if ns.number not in hidden]
+
     def find(self, name: str | bytes) -> Namespace:
-        """A namespace by name, unique beginning of a name, or 16-byte id. Raises InputError."""
-        all_ = self.all()
+        """A namespace by name, unique beginning of a name, or 16-byte id. Raises InputError.
+
+        One that was removed has no name any more.
+        """
+        all_ = self.all() if isinstance(name, bytes) else self.listed()
         if isinstance(name, bytes):
             matching = [ns for ns in all_ if ns.nsid == name]
         else:

@@ -148,7 +148,7 @@ def _elsewhere(
 ) -> tuple[tuple[str, int], ...]:
     """Other namespaces that hold more of the same tokens, those with most first."""
     found = []
-    for other in store.namespaces()[:_OTHER_NAMESPACES]:
+    for other in store.listed_namespaces()[:_OTHER_NAMESPACES]:
         if other.nsid != ns.nsid and not other.keyed:
             theirs = store.index.check(other.number, other.hasher(hasher.buffer), store.now_ms())
             stored = theirs.blocks * other.block_tokens

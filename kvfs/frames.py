@@ -25,7 +25,7 @@ Bodies (strings are a u16 length and UTF-8; hashes 16 bytes; times are milliseco
                then as RUN
   10 MOVED     nsid 16, source (segment id 16, slot u32, count u32), segment id 16, slot u32,
                head 16, when u64; in checkpoints only
-  11 SLOT, 12 SLOTGONE: see kvfs.slot_entries
+  11 SLOT, 12 SLOTGONE: see kvfs.slot_entries; 13 KEEP, 14 REMOVE: see kvfs.chain_entries
 
 The path heads of a RUN are the first hashes of the runs that lead to it in its writer's index, the
 root's child first: with them an index that cut the same chain into other runs finds the place.
@@ -35,6 +35,8 @@ and in whatever order the journals come in. The sources are the places that they
 in the order of the blocks: what is cut there later, or was cut unseen by the copier, is cut in the
 new place, and a move that comes in behind a later one of the same blocks changes nothing. A MOVED
 says the same of the past, one source at a time; `head` is the hash of its first block.
+A RENEW reaches a run by its first block alone and a CUT one copy of its blocks: RENEW is written
+no more, CUT only where one copy is bad.
 An unknown type is skipped and counted; it never changes what the others mean. No I/O here.
 """
 
@@ -48,6 +50,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvfs.chain import HASH_BYTES
+from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.errors import FormatError
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
@@ -236,11 +239,11 @@ class MovedEntry:
 
 Entry = (
     NamespaceEntry | ClassEntry | SegmentEntry | RunEntry | RenewEntry | CutEntry | DropEntry
-    | SealEntry | MoveEntry | MovedEntry | SlotEntry | SlotGoneEntry
+    | SealEntry | MoveEntry | MovedEntry | SlotEntry | SlotGoneEntry | KeepEntry | RemoveEntry
 )  # fmt: skip
 _TYPES: tuple[type[Entry], ...] = (
     NamespaceEntry, ClassEntry, SegmentEntry, RunEntry, RenewEntry, CutEntry, DropEntry, SealEntry,
-    MoveEntry, MovedEntry, SlotEntry, SlotGoneEntry,
+    MoveEntry, MovedEntry, SlotEntry, SlotGoneEntry, KeepEntry, RemoveEntry,
 )  # fmt: skip
 _NUMBER = {t: i for i, t in enumerate(_TYPES, 1)}
 
@@ -369,5 +372,5 @@ def _moved(body: memoryview) -> MovedEntry:
 
 _DECODERS = (
     _namespace, _class, _segment, _run, _renew, _cut, _drop, _seal, _move, _moved,
-    SlotEntry.decode, SlotGoneEntry.decode,
+    SlotEntry.decode, SlotGoneEntry.decode, KeepEntry.decode, RemoveEntry.decode,
 )  # fmt: skip

@@ -107,8 +107,12 @@ class LocalStore:
     # namespaces and classes
 
     def namespaces(self) -> list[Namespace]:
-        """All namespaces, by name."""
+        """All namespaces, by name, also those that were removed."""
         return self.catalog.all()
+
+    def listed_namespaces(self) -> list[Namespace]:
+        """All namespaces that were not removed, by name."""
+        return self.catalog.listed()
 
     def namespace(self, name: str | bytes) -> Namespace:
         """A namespace by name, unique beginning of a name, or 16-byte id. Raises InputError."""

@@ -14,13 +14,16 @@ from typing import Any
 
 from kvfs.catalog import TtlClass
 from kvfs.chain import HASH_BYTES
+from kvfs.chain_entries import KeepEntry
 from kvfs.errors import InputError, KvfsError
-from kvfs.frames import MAX_PATH_HEADS, Entry, RenewEntry, RunEntry
+from kvfs.frames import MAX_PATH_HEADS, Entry, RunEntry
 from kvfs.index import Index
 from kvfs.index.lookup import Match
+from kvfs.index.told import latest
 from kvfs.keys import Chain
 from kvfs.namespace import Namespace
 from kvfs.record import RunBlocks
+from kvfs.removal import few, heard_ms
 from kvfs.segment_writer import Written
 from kvfs.writer import Writer, run_entry
 
@@ -92,6 +95,8 @@ class Putter:
         self, ns: Namespace, hasher: Chain, payloads: Sequence[memoryview],
         first_block: int, ttl: TtlClass, found: list[Match], renewals: list[Entry], now: int,
     ) -> tuple[int, KvfsError | None]:  # fmt: skip
+        # What was removed, here or by a host whose clock is ahead, is stored anew, and stays.
+        now = max(now, self.index.query(lambda a: latest(a, ns.number)) + 1)
         runs: list[tuple[Written, RunEntry]] = []
         error: KvfsError | None = None
         heads = bytearray(b"" if hasher.keyed else _heads(hasher, found))
@@ -134,14 +139,19 @@ class Putter:
     ) -> list[Entry]:
         """Renewals of the stored part; a shared block takes the longer class."""
         expires, margin = now + ttl.seconds * 1000, ttl.seconds * 1000 // RENEW_SHARE
-        when = self.writer.now_ms()  # not before the check, hence not before what it found
+        when = heard_ms(self.index, self.writer.now_ms())
         out: list[Entry] = []
-        for match in found:
+        for i, match in enumerate(found):
             if expires - match.expires_ms <= margin:
                 continue
             longer = ttl.seconds > self.class_seconds.get(match.class_id, 0)
-            head = hasher.digest(match.block + 1)
-            out.append(RenewEntry(ns.nsid, head, expires, when, ttl.name if longer else "", False))
+            first, end = match.block, match.block + match.shared
+            entry = KeepEntry(
+                ns.nsid, expires, when, first, ttl.name if longer else "", False,
+                b"" if hasher.keyed else few(_heads(hasher, found[:i])),
+                hasher.hashes(end, first=first),
+            )  # fmt: skip
+            out.append(entry)
         return out
 
 

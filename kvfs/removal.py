@@ -6,31 +6,70 @@ prefix can never be hit and would only take room.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvfs.catalog import TtlClass
-from kvfs.frames import CutEntry, Entry, RenewEntry
+from kvfs.chain import HASH_BYTES
+from kvfs.chain_entries import BLOCKS, LISTING, KeepEntry, RemoveEntry
+from kvfs.frames import CutEntry, Entry
 from kvfs.index import Index
+from kvfs.index.apply import CLOCKS_MS, NEWEST
 from kvfs.index.schema import Run
 from kvfs.namespace import Namespace
+
+_NEAREST_HEADS = 3
+
+
+def few(heads: bytes) -> bytes:
+    """The first and the nearest of path heads: enough to find a block by, where many are told."""
+    nearest = _NEAREST_HEADS * HASH_BYTES
+    return heads if len(heads) <= nearest else heads[:HASH_BYTES] + heads[-nearest:]
+
+
+def holders(runs: Iterable[Run]) -> dict[tuple[int, bytes], Run]:
+    """(namespace, hash of a block that runs follow) -> the run of them that holds it."""
+    runs = list(runs)
+    wanted = {(r.ns, r.parent) for r in runs if r.block}
+    hashes = {h for _, h in wanted}
+    found = {}
+    for run in runs:
+        data = run.hashes
+        for at in range(0, len(data), HASH_BYTES):
+            if data[at : at + HASH_BYTES] in hashes:
+                found[run.ns, data[at : at + HASH_BYTES]] = run
+    return found
+
+
+def path_heads(run: Run, known: dict[tuple[int, bytes], Run]) -> bytes:
+    """The path heads of a run, as far as they are among the `holders` known, 16 bytes each."""
+    heads: list[bytes] = []
+    at: Run | None = known.get((run.ns, run.parent))
+    while at is not None and len(heads) < run.block:
+        heads.insert(0, at.head)
+        at = known.get((at.ns, at.parent)) if at.block else None
+    return few(b"".join(heads))
 
 
 def renewals_for(
     index: Index, ns: Namespace, heads: list[bytes], ttl: TtlClass | None,
     class_names: dict[int, str], classes: dict[str, int], now_ms: int,
 ) -> list[Entry]:  # fmt: skip
-    """RENEW entries for runs, each by its own class or all by `ttl`."""
+    """KEEP entries for runs, each by its own class or all by `ttl`."""
     out: list[Entry] = []
-    for head in heads:
-        run, _ = index.holding(ns.number, head)
-        if run is None:
-            continue
+    held = [index.holding(ns.number, head)[0] for head in heads]
+    runs = list({run.head: run for run in held if run is not None}.values())
+    known, when_ms = holders(runs), heard_ms(index, now_ms)
+    for run in runs:
         own = class_names.get(run.class_id, "")
         seconds = classes.get(own, 0) if ttl is None else ttl.seconds
         name = "" if ttl is None or ttl.name == own else ttl.name
         expires = now_ms + seconds * 1000
-        out.append(RenewEntry(ns.nsid, run.head, expires, now_ms, name, ttl is not None))
+        entry = KeepEntry(
+            ns.nsid, expires, when_ms, run.block, name, ttl is not None, path_heads(run, known),
+            run.hashes,
+        )  # fmt: skip
+        out.append(entry)
     return out
 
 
@@ -51,11 +90,65 @@ def descendants(index: Index, ns: Namespace, run: Run, keep: int) -> list[Run]:
     return out
 
 
+def heard_ms(index: Index, now_ms: int) -> int:
+    """A time for what is told of blocks: now, and not before any run that this host has heard of,
+    whatever the clock of its writer. By that other hosts know which copies are meant."""
+    newest = index.query(lambda a: a.meta_int(NEWEST))
+    return min(max(now_ms, newest), now_ms + CLOCKS_MS)
+
+
+def removal_of(ns: Namespace, run: Run, first: int, heads: bytes, when_ms: int) -> RemoveEntry:
+    """The REMOVE of a run's blocks from `first` on. heads: of the run."""
+    if first:
+        heads += run.head
+    hashes = run.hashes[first * HASH_BYTES :]
+    return RemoveEntry(ns.nsid, when_ms, run.block + first, few(heads), hashes)
+
+
+def removals_for(
+    index: Index, ns: Namespace, head: bytes, keep: int, now_ms: int, heads: bytes = b""
+) -> tuple[list[Entry], int]:
+    """REMOVE entries for a run behind its first `keep` blocks and for all that follows, and how
+    many blocks that takes out of sight. head: as for Index.holding; `keep` counts from there;
+    heads: path heads of the run, if they are known."""
+    run, place = index.holding(ns.number, head)
+    keep += place
+    if run is None or keep >= run.count:
+        return [], 0
+    below = descendants(index, ns, run, keep)
+    known, when = holders([run, *below]), heard_ms(index, now_ms)
+    # What follows first: it is found from what it follows.
+    below.sort(key=lambda r: r.block, reverse=True)
+    entries: list[Entry] = [
+        removal_of(ns, r, 0, few(heads + path_heads(r, known)), when) for r in below
+    ]
+    entries.append(removal_of(ns, run, keep, heads, when))
+    return entries, run.count - keep + sum(r.count for r in below)
+
+
+def removals_for_all(
+    index: Index, ns: Namespace, now_ms: int, *, whole: bool = False, batch: int = 1000
+) -> Iterator[tuple[list[Entry], int]]:
+    """REMOVE entries for all runs of a namespace, in batches, each with its number of blocks; at
+    the end one for what other hosts hold of it that was not heard of here.
+
+    whole: the namespace itself goes, too.
+    """
+    runs = index.all_runs(ns.number)
+    while some := list(islice(runs, batch)):
+        when = heard_ms(index, now_ms)
+        entries: list[Entry] = [removal_of(ns, run, 0, b"", when) for run in some]
+        yield entries, sum(run.count for run in some)
+    what = LISTING if whole else BLOCKS
+    yield [RemoveEntry(ns.nsid, heard_ms(index, now_ms), what, b"", b"")], 0
+
+
 def cuts_for(
     index: Index, ns: Namespace, head: bytes, keep: int, now_ms: int
 ) -> tuple[list[Entry], int]:
     """CUT entries for a run behind its first `keep` blocks and for all that follows, and how many
-    blocks that takes out of sight. head: as for Index.holding; `keep` counts from there."""
+    blocks that takes out of sight: of this copy alone, which is bad; others may be sound. head: as
+    for Index.holding; `keep` counts from there."""
     run, place = index.holding(ns.number, head)
     keep += place
     if run is None or keep >= run.count:
@@ -67,16 +160,3 @@ def cuts_for(
         count = r.count - first
         entries.append(CutEntry(ns.nsid, segment, r.slot + first, count, now_ms))
     return entries, sum(r.count - first for r, first in cut)
-
-
-def cuts_for_all(
-    index: Index, ns: Namespace, now_ms: int, batch: int = 1000
-) -> Iterator[tuple[list[Entry], int]]:
-    """CUT entries for all runs of a namespace, in batches, each with its number of blocks."""
-    runs = index.all_runs(ns.number)
-    while some := list(islice(runs, batch)):
-        entries: list[Entry] = []
-        for run in some:
-            segment = index.segment(run.seg).segment
-            entries.append(CutEntry(ns.nsid, segment, run.slot, run.count, now_ms))
-        yield entries, sum(run.count for run in some)

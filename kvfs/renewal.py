@@ -20,12 +20,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvfs import forking
+from kvfs.chain_entries import KeepEntry
 from kvfs.errors import KvfsError
-from kvfs.frames import Entry, RenewEntry
+from kvfs.frames import Entry
 from kvfs.keys import Chain
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
 from kvfs.put import RENEW_SHARE
+from kvfs.removal import few
 
 if TYPE_CHECKING:
     from kvfs.store import Store
@@ -51,24 +53,26 @@ class Renewer:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._hits: dict[tuple[bytes, bytes], int] = {}
+        # Namespace id and first hash of a run -> when it was hit, its path heads.
+        self._hits: dict[tuple[bytes, bytes], tuple[int, bytes]] = {}
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
     def note(self, ns: Namespace, plan: Plan, hasher: Chain, blocks: int) -> None:
         """Notes that the runs which hold the first `blocks` blocks of a plan were hit just now."""
         now = self.store.now_ms()
-        heads = [
-            (ns.nsid, hasher.digest(extent.block + 1))
-            for extent in plan.extents
-            if extent.block < blocks and extent.expires_ms > now
-        ]
+        hits, path = {}, b""
+        for extent in plan.extents:
+            head = hasher.digest(extent.block + 1)
+            if extent.block < blocks and extent.expires_ms > now:
+                hits[ns.nsid, head] = now, path
+            path = few(path + head)
         with self._lock:
-            if len(self._hits) + len(heads) > MOST_WAITING:
-                known = [h for h in heads if h in self._hits]
-                self.left_out += len(heads) - len(known)
-                heads = known
-            self._hits.update(dict.fromkeys(heads, now))
+            if len(self._hits) + len(hits) > MOST_WAITING:
+                known = {h: hit for h, hit in hits.items() if h in self._hits}
+                self.left_out += len(hits) - len(known)
+                hits = known
+            self._hits.update(hits)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvfs-renew", daemon=True)
                 self._thread.start()
@@ -96,13 +100,13 @@ class Renewer:
             raise
         return len(entries)
 
-    def _due(self, hits: dict[tuple[bytes, bytes], int]) -> list[Entry]:
+    def _due(self, hits: dict[tuple[bytes, bytes], tuple[int, bytes]]) -> list[Entry]:
         index = self.store.index
         numbers = {nsid: number for nsid, (number, _) in index.namespaces().items()}
         names, classes = index.class_names(), self.store.classes()
         cap_ms = int(self.store.config.renew_cap_seconds * 1000)
         entries: dict[tuple[bytes, bytes], Entry] = {}
-        for (nsid, block), when in hits.items():
+        for (nsid, block), (when, path) in hits.items():
             run, _ = index.holding(numbers[nsid], block)
             if run is None:
                 continue
@@ -110,7 +114,9 @@ class Renewer:
             expires = min(when + ttl_ms, run.written_ms + cap_ms)
             wanted = max(1, ttl_ms // RENEW_SHARE)
             if when < run.expires_ms and expires - run.expires_ms >= wanted:
-                entries[nsid, run.head] = RenewEntry(nsid, run.head, expires, when, "", False)
+                entries[nsid, run.head] = KeepEntry(
+                    nsid, expires, max(when, run.written_ms), run.block, "", False, path, run.hashes
+                )  # fmt: skip
         return list(entries.values())
 
     def close(self) -> None:

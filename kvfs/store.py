@@ -20,6 +20,7 @@ from kvfs import chain
 from kvfs.backend import Backend
 from kvfs.backend.select import open_backend
 from kvfs.catalog import TtlClass, namespace_path
+from kvfs.chain_entries import NOTHING, RemoveEntry
 from kvfs.config import (
     EXTENT,
     MARKER,
@@ -34,7 +35,7 @@ from kvfs.fetch import FetchResult, Reader
 from kvfs.follow.follower import Followed, Follower, Progress
 from kvfs.follow.history import adopt, lost, note_followed
 from kvfs.forgetting import forget
-from kvfs.frames import ClassEntry, NamespaceEntry
+from kvfs.frames import ClassEntry, Entry, NamespaceEntry
 from kvfs.index import Index
 from kvfs.index.env import MAP_BYTES
 from kvfs.index.place import default_root, remember, require_local
@@ -45,7 +46,7 @@ from kvfs.namespace import Namespace
 from kvfs.plan import Plan
 from kvfs.put import PutResult, Putter, as_payloads
 from kvfs.record import Shape
-from kvfs.removal import cuts_for, renewals_for
+from kvfs.removal import heard_ms, removals_for, removals_for_all, renewals_for
 from kvfs.renewal import Renewer
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 from kvfs.store_path import path_of
@@ -196,7 +197,11 @@ class Store(LocalStore):
                 self.backend.put_new(namespace_path(identity.name), data.encode())
             except OSError as e:
                 raise BackendError(f"{self.path}/ns/{identity.name}: {e.strerror}") from e
-            self.writer().publish([], [NamespaceEntry(identity.nsid, data)])
+            entries: list[Entry] = [NamespaceEntry(identity.nsid, data)]
+            if identity.nsid in self.index.namespaces():  # it was removed
+                when_ms = heard_ms(self.index, self.now_ms())
+                entries.append(RemoveEntry(identity.nsid, when_ms, NOTHING))
+            self.writer().publish([], entries)
         return self.catalog.get(identity, default_class)
 
     def define_class(self, name: str, seconds: int) -> None:
@@ -378,16 +383,38 @@ class Store(LocalStore):
         for match in found.runs:
             if match.block <= from_block < match.block + match.shared:
                 head = hasher.digest(match.block + 1)
-                return self.remove_blocks(ns, head, from_block - match.block)
+                before = [m for m in found.runs if m.block < match.block]
+                heads = b"".join(hasher.digest(m.block + 1) for m in before)
+                return self.remove_blocks(ns, head, from_block - match.block, heads)
         return 0
 
-    def remove_blocks(self, ns: Namespace, head: bytes, keep: int = 0) -> int:
+    def remove_blocks(
+        self, ns: Namespace, head: bytes, keep: int = 0, heads: bytes = b""
+    ) -> int:  # fmt: skip
         """Takes out of sight a run (by its first hash) behind its first `keep` blocks, and all
-        that follows. Returns the number of blocks."""
-        entries, blocks = cuts_for(self.index, ns, head, keep, self.now_ms())
+        that follows, in every copy on every host. heads: first hashes of the runs that lead to it,
+        if they are known. Returns the number of blocks."""
+        entries, blocks = removals_for(self.index, ns, head, keep, self.now_ms(), heads)
         if entries:
             self.writer().publish([], entries, {"removed_blocks": blocks})
         return blocks
+
+    def remove_all(
+        self, ns: Namespace, *, whole: bool = False, progress: Progress | None = None
+    ) -> int:
+        """Takes all blocks of a namespace out of sight, on every host.
+
+        whole: the namespace itself as well, until it is made again or something is stored in it;
+        progress: called with the blocks removed since the last call. Returns the number of blocks.
+        Raises BackendError, SpaceError, IndexFault.
+        """
+        removed = 0
+        for entries, blocks in removals_for_all(self.index, ns, self.now_ms(), whole=whole):
+            self.writer().publish([], entries, {"removed_blocks": blocks})
+            removed += blocks
+            if progress is not None:
+                progress(blocks)
+        return removed
 
     # slots of sliding-window state
 

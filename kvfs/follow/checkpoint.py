@@ -4,11 +4,11 @@ A new host loads the newest one and follows the journals from where it ends, ins
 of history; and a journal that a checkpoint covers and nobody reads any more can be removed.
 
 A checkpoint is `ckpt/<milliseconds>-<writer>.ckpt`: a 64-byte header like a journal's with the
-magic "KVFSCKP1", frames (kvfs.frames) for namespaces, classes, segments, runs, cuts, moves and
-slots, then JSON with how far each journal was applied, then 40 bytes at the end: magic "KVFSCKE1",
-u32 version 1, u32 zero, u64 offset and u64 length of the JSON, u64 xxh3-64 of the JSON. It is
-written front to back under its final name and believed only when its end is there; one that is not
-is passed over.
+magic "KVFSCKP1", frames (kvfs.frames) for namespaces, classes, segments, cuts, runs, moves, slots,
+and what was renewed and removed lately, then JSON with how far each journal was applied, then 40
+bytes at the end: magic "KVFSCKE1", u32 version 1, u32 zero, u64 offset and u64 length of the JSON,
+u64 xxh3-64 of the JSON. It is written front to back under its final name and believed only when its
+end is there; one that is not is passed over.
 A run that is visible has its present expiry and no path heads here: it is put in place as it
 stands. One that waits for its parent has its parent's hash for a path head.
 
@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from kvfs.backend import Backend, OpenFile, read_into, write_all
+from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.errors import FormatError
 from kvfs.frames import (
     ClassEntry,
@@ -42,7 +43,7 @@ from kvfs.frames import (
     decode_all,
     encode,
 )
-from kvfs.index import Index, slots
+from kvfs.index import Index, slots, told
 from kvfs.index.apply import Applier
 from kvfs.index.index import ENDED, LAST
 from kvfs.index.schema import (
@@ -204,6 +205,7 @@ def _entries(applier: Applier, now_ms: int) -> Iterator[Entry]:
         source = Source(bytes(key[1:17]), int.from_bytes(key[17:], "big"), count)
         yield MovedEntry(nsids[ns], source, target, at, head, when)
     yield from slots.all_entries(txn, nsids)
+    yield from told.all_entries(txn, nsids, classes)
 
 
 def _marks(backend: Backend, applier: Applier) -> Iterator[Mark]:
@@ -290,6 +292,8 @@ def load(backend: Backend, applier: Applier, checkpoint: Checkpoint, store: byte
     for entry in read_entries(backend, checkpoint, store):
         if isinstance(entry, RunEntry) and not entry.heads:
             runs += _place(applier, entry)
+        elif isinstance(entry, KeepEntry | RemoveEntry):  # what stands in runs is what it has left
+            told.note_entry(applier, entry)
         elif entry is not None:
             applier.apply(entry)
     for m in checkpoint.marks:

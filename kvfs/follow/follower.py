@@ -20,6 +20,7 @@ from typing import Any
 
 from kvfs.backend import Backend
 from kvfs.catalog import learn_namespaces
+from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.errors import FormatError
 from kvfs.frames import (
     HEAD,
@@ -321,6 +322,11 @@ def entry_ms(entry: Entry | None) -> int | None:
     return entry.when_ms
 
 
+_OF_WHAT_IS_THERE = (
+    RenewEntry, CutEntry, DropEntry, SealEntry, MoveEntry, KeepEntry, RemoveEntry,
+)  # fmt: skip
+
+
 def _time(step: _Step) -> int:
     ms = entry_ms(step.entry)
     # A name is not before its journal, and before what others made of it.
@@ -329,7 +335,7 @@ def _time(step: _Step) -> int:
 
 def _rank(entry: Entry | None) -> int:
     """What is renewed or removed in the millisecond it was made in comes first."""
-    return int(isinstance(entry, RenewEntry | CutEntry | DropEntry | SealEntry | MoveEntry))
+    return int(isinstance(entry, _OF_WHAT_IS_THERE))
 
 
 def _batches(steps: Iterator[_Step]) -> Iterator[list[_Step]]:

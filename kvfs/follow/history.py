@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from kvfs.backend import Backend
 from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
 from kvfs.index import Index
-from kvfs.index.apply import Applier
+from kvfs.index.apply import CLOCKS_MS, Applier
 from kvfs.index.index import ENDED, LAST, JournalState
 from kvfs.index.schema import JOURNAL, JOURNALS, META, U64
+from kvfs.index.told import REMEMBER_MS, forget_before
 from kvfs.journal import IDLE_SECONDS, journal_path
 
 _FOLLOWED, _ADOPTED = "followed_ms", b"adopted"
-CLOCKS_MS = 60_000
-"""Clocks of hosts are taken to differ by less."""
 _AHEAD_MS = 3_600_000  # a note from further ahead was made by a clock that was wrong
 DEAD_MS = 2 * IDLE_SECONDS * 1000
 """A journal that has not grown for so long is over: its writer would go on in another one."""
@@ -37,7 +36,12 @@ def followed_ms(index: Index) -> int:
 def note_followed(index: Index, begun_ms: int) -> None:
     """Notes that all journals were read as they were at some time, if not lately noted."""
     if abs(begun_ms - followed_ms(index)) >= CLOCKS_MS // 2:
-        index.write(lambda a: _put_followed(a, begun_ms))
+        index.write(lambda a: _note_followed(a, begun_ms))
+
+
+def _note_followed(applier: Applier, ms: int) -> None:
+    _put_followed(applier, ms)
+    forget_before(applier, ms - REMEMBER_MS)
 
 
 def _put_followed(applier: Applier, ms: int) -> None:

@@ -3,7 +3,7 @@
 A run was last used when its expiry was last set: that is what a put, a touch and a hit do. Whole
 runs go, leaves first: one that other runs follow is as recent as the most recent of those, so no
 suffix is ever left without its prefix. What has been renewed, or got a follower, since it was
-chosen is spared: that is looked at again in the transaction that takes it out of sight (CUT).
+chosen is spared: that is looked at again in the transaction that takes it out of sight (REMOVE).
 
 Choosing reads the index and holds a few hundred bytes for each run; it looks at each block of the
 store once, some microseconds per thousand.
@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from kvfs.chain import HASH_BYTES
-from kvfs.frames import CutEntry, Entry
+from kvfs.frames import Entry
 from kvfs.index.apply import Applier
 from kvfs.index.schema import Run
+from kvfs.removal import heard_ms, holders, path_heads, removal_of
 from kvfs.store import Store
 
 _BATCH = 500
@@ -43,25 +43,12 @@ def by_use(store: Store, numbers: Iterable[int], now_ms: int) -> list[tuple[int,
     seconds = store.catalog.seconds_by_number()
     runs = [r for n in numbers for r in store.index.all_runs(n) if r.expires_ms > now_ms]
     used = {r.key(): r.expires_ms - seconds.get(r.class_id, 0) * 1000 for r in runs}
-    holders = _holders(runs)
+    known = holders(runs)
     for run in sorted(runs, key=lambda r: r.block, reverse=True):
-        parent = holders.get((run.ns, run.parent))
+        parent = known.get((run.ns, run.parent))
         if parent is not None:
-            used[parent] = max(used[parent], used[run.key()])
+            used[parent.key()] = max(used[parent.key()], used[run.key()])
     return sorted(((used[r.key()], r) for r in runs), key=lambda u: (u[0], -u[1].block, u[1].head))
-
-
-def _holders(runs: list[Run]) -> dict[tuple[int, bytes], bytes]:
-    """(namespace, hash of a block that runs follow) -> key of the run that holds it."""
-    wanted = {(r.ns, r.parent) for r in runs if r.block}
-    hashes = {h for _, h in wanted}
-    found = {}
-    for run in runs:
-        data = run.hashes
-        for at in range(0, len(data), HASH_BYTES):
-            if data[at : at + HASH_BYTES] in hashes:
-                found[run.ns, data[at : at + HASH_BYTES]] = run.key()
-    return found
 
 
 def choose(
@@ -82,6 +69,8 @@ def evict(store: Store, chosen: list[Run], now_ms: int) -> list[Run]:
     """
     gone: list[Run] = []
     numbers = {ns.number: ns for ns in store.namespaces()}
+    known = holders(chosen)
+    when_ms = heard_ms(store.index, now_ms)
     runs = iter(chosen)
     while batch := list(islice(runs, _BATCH)):
         here: list[Run] = []
@@ -94,12 +83,10 @@ def evict(store: Store, chosen: list[Run], now_ms: int) -> list[Run]:
             heads: set[bytes] = set()
             for run in batch:
                 if _unchanged(applier, run, heads):
-                    segment = applier.segment(run.seg)
-                    assert segment is not None
                     heads.add(run.head)
                     here.append(run)
-                    nsid = numbers[run.ns].nsid
-                    entries.append(CutEntry(nsid, segment.segment, run.slot, run.count, now_ms))
+                    path = path_heads(run, known)
+                    entries.append(removal_of(numbers[run.ns], run, 0, path, when_ms))
             return entries
 
         store.writer().publish_checked(decide)

@@ -150,11 +150,15 @@ class Expiry:
     def published(self, segment: Segment) -> list[RunEntry]:
         """The runs that a segment was written with, as its file tells, if it can be read."""
         try:
-            scan = scan_segment(
-                self.store.backend, segment.path, self.store.uuid, self._shapes.get, payloads=False
-            )
+            return self.told_by(segment)
         except (OSError, FormatError):
             return []
+
+    def told_by(self, segment: Segment) -> list[RunEntry]:
+        """The same; raises OSError, FormatError if it cannot be read."""
+        scan = scan_segment(
+            self.store.backend, segment.path, self.store.uuid, self._shapes.get, payloads=False
+        )
         return scan.runs
 
     def quiet(self, segment: Segment) -> bool:

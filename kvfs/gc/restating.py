@@ -17,6 +17,7 @@ from kvfs.frames import MoveEntry, RunEntry, Source
 from kvfs.index.apply import Applier
 from kvfs.index.placer import Placer
 from kvfs.index.schema import LIVE, Run, Segment, common
+from kvfs.index.told import was_removed
 from kvfs.scan.salvage import shortened
 
 
@@ -60,7 +61,11 @@ def _known(applier: Applier, segment: Segment, entry: RunEntry) -> bool:
         at = max(at, start + common(
             run.hashes[first * HASH_BYTES :], entry.hashes[start * HASH_BYTES :]
         ))  # fmt: skip
-    return at >= entry.count or applier.is_cut(entry.segment, entry.slot + at)
+    return (
+        at >= entry.count
+        or applier.is_cut(entry.segment, entry.slot + at)
+        or was_removed(applier, entry, at)
+    )
 
 
 def _shown(applier: Applier, segment: Segment, entry: RunEntry) -> Iterator[tuple[Run, int, int]]:

@@ -6,6 +6,7 @@ journals of different writers come in:
 - first applied wins: blocks of a run that are visible already are trimmed from it, and what shows
   them lives on for as long as the newer run would have;
 - a run whose parent block is not visible yet waits until it is;
+- what is renewed or removed by its hashes (kvfs.index.told) is so in every copy, whenever it comes;
 - a moved run takes the place of what shows its blocks; where they were is remembered, so that what
   is cut or renewed there by somebody who has not heard of the move is so in the new place;
 - what was cut or dropped stays out of sight even when its run comes in later.
@@ -23,6 +24,7 @@ from itertools import islice
 from typing import Any
 
 from kvfs.chain import HASH_BYTES
+from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.frames import (
     ClassEntry,
     CutEntry,
@@ -37,7 +39,7 @@ from kvfs.frames import (
     SegmentEntry,
 )
 from kvfs.geometry import Geometry
-from kvfs.index import keyed, moves
+from kvfs.index import keyed, moves, told, waiting
 from kvfs.index.mover import Mover
 from kvfs.index.placer import Placer
 from kvfs.index.schema import (
@@ -49,29 +51,28 @@ from kvfs.index.schema import (
     LIVE,
     META,
     NS,
-    PLACE,
     PREFIX,
-    RUN,
     RUNS,
     SEGIDS,
     SEGMENTS,
     U32,
     U64,
-    WAITING,
     Run,
     Segment,
     child_key,
+    part,
     place_key,
     run_key,
     scan,
-    scan_copies,
-    waiting_hashes,
-    waiting_key,
 )
 from kvfs.index.slots import apply_slot, apply_slot_gone
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
 _WHOLE_SEGMENT = 0xFFFFFFFF
+CLOCKS_MS = 60_000
+"""Clocks of hosts are taken to differ by less."""
+NEWEST = "newest_ms"
+"""In `meta`: when the last of all runs that came in was written."""
 
 
 class Applier:
@@ -88,6 +89,9 @@ class Applier:
         self._waiting = self.meta_int("orphans") > 0
         self._moves = moves.any_noted(self)
         self._keyed: dict[int, bool] = {}
+        self.latest_told: dict[int, int] = {}
+        """Namespace -> when the last of what is remembered of it was told (kvfs.index.told)."""
+        self._newest = 0
 
     def count(self, name: str, n: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + n
@@ -108,6 +112,7 @@ class Applier:
         """Writes the counters of this transaction; call once, before the commit."""
         blocks = self.counts.get("blocks_added", 0) - self.counts.get("blocks_removed", 0)
         self.add_meta("blocks", blocks)
+        self.add_meta(NEWEST, max(0, self._newest - self.meta_int(NEWEST)))
 
     # namespaces, classes and segments
 
@@ -193,11 +198,12 @@ class Applier:
         return (run, place) if run is not None and run.hash(place) == hash_ else (None, 0)
 
     def apply_run(self, entry: RunEntry) -> None:
-        self._place_all(entry, entry.count, moved=False)
+        self._newest = max(self._newest, entry.written_ms)
+        told.place(self, entry, entry.written_ms, moved=False)
 
-    def _place_all(self, entry: RunEntry, count: int, *, moved: bool) -> None:
-        """Places the first `count` blocks of a run, and then those that have waited for one."""
-        queue = self._place(entry, count, moved)
+    def place(self, entry: RunEntry, *, moved: bool) -> None:
+        """Places a run, and then those that have waited for a block of it."""
+        queue = self._place(entry, entry.count, moved)
         while queue:
             woken, moved = queue.pop()
             queue += self._place(woken, woken.count, moved)
@@ -218,39 +224,10 @@ class Applier:
         placer = (Mover if moved else Placer)(self, segment, entry, kept)
         placed = placer.place()
         if placed is None:
-            self._wait(segment, entry, kept, moved)
+            waiting.wait(self, segment, entry, kept, moved)
+            self._waiting = True
             return []
-        return [woken for run in placed for woken in self._wake(run)] if self._waiting else []
-
-    def _wait(self, segment: Segment, entry: RunEntry, count: int, moved: bool) -> None:
-        run = Run(
-            segment.ns, entry.hashes[:HASH_BYTES], segment.number, entry.slot, count,
-            entry.block, entry.written_ms, entry.expires_ms, segment.class_id, entry.parent,
-            entry.hashes[: count * HASH_BYTES],
-        )  # fmt: skip
-        key = waiting_key(run.ns, run.parent, run.seg, run.slot)
-        value = run.value() + (b"\1" if moved else b"")
-        if self.txn.put(key, value, overwrite=False):
-            self.add_meta("orphans", 1)
-        self._waiting = True
-
-    def _wake(self, placed: Run) -> list[tuple[RunEntry, bool]]:
-        """The runs that have waited for a block of one that was placed just now, and which of them
-        are moved ones."""
-        rows = []
-        for i in range(placed.count):
-            rows += list(scan_copies(self.txn, waiting_key(placed.ns, placed.hash(i))))
-        woken = []
-        for key, value in rows:
-            self._stop_waiting(key)
-            segment = self.segment(PLACE.unpack_from(key, len(key) - PLACE.size)[0])
-            if segment is not None:
-                woken.append(_waiting_entry(segment.segment, value, placed.head))
-        return woken
-
-    def _stop_waiting(self, key: bytes) -> None:
-        self.txn.delete(key)
-        self.add_meta("orphans", -1)
+        return [w for run in placed for w in waiting.wake(self, run)] if self._waiting else []
 
     def _uncut(self, segment: bytes, first: int, count: int, *, dropped: bool = True) -> int:
         """How many of `count` slots from `first` on no earlier cut has taken; dropped: a DROP of
@@ -282,7 +259,11 @@ class Applier:
                 uncut = self._uncut(*source, dropped=False)
                 kept = min(kept, at + uncut) if uncut < source.count else kept
             self._note_moved(ns, moved)
-        self._place_all(run, kept, moved=True)
+        if kept > 0:
+            seen = dataclasses.replace(run, hashes=run.hashes[: kept * HASH_BYTES])
+            # Whoever copied them had heard of what was told a minute before.
+            since_ms = max(run.written_ms, entry.when_ms - CLOCKS_MS)
+            told.place(self, seen, since_ms, moved=True)
 
     def apply_moved(self, entry: MovedEntry) -> None:
         ns = self.namespace(entry.nsid)
@@ -294,6 +275,7 @@ class Applier:
         self._moves = True
 
     def insert(self, run: Run) -> None:
+        self._newest = max(self._newest, run.written_ms)
         key = run.key()
         self.txn.put(key, run.value())
         self.txn.put(place_key(run.seg, run.slot), key[1:])
@@ -311,6 +293,16 @@ class Applier:
             keyed.forget(self.txn, run)
         self.count("runs_removed")
         self.count("blocks_removed", run.count)
+
+    def split(self, run: Run, first: int, count: int) -> Run:
+        """Makes blocks first.. of a run one of their own, and of those around them as well."""
+        self.remove(run)
+        for start, end in ((0, first), (first + count, run.count)):
+            if start < end:
+                self.insert(part(run, start, end))
+        middle = part(run, first, first + count)
+        self.insert(middle)
+        return middle
 
     def children(self, ns: int, parent: bytes, limit: int) -> list[Run]:
         """At most `limit` of the runs that follow the block with hash `parent`."""
@@ -360,7 +352,7 @@ class Applier:
         self.count("renewed")
 
     def apply_cut(self, entry: CutEntry) -> None:
-        self._note_cut(entry.segment, entry.slot, entry.count)
+        self.note_cut(entry.segment, entry.slot, entry.count)
         for moved in list(moves.away(self, entry.segment, entry.slot, entry.count)):
             cut = CutEntry(entry.nsid, moved.segment, moved.at, moved.count, entry.when_ms)
             self.apply_cut(cut)
@@ -371,7 +363,7 @@ class Applier:
             if run.slot < entry.slot + entry.count and run.slot + run.count > entry.slot:
                 self.shorten(run, entry.slot - run.slot)
 
-    def _note_cut(self, segment: bytes, slot: int, count: int) -> None:
+    def note_cut(self, segment: bytes, slot: int, count: int) -> None:
         """Remembers a cut for runs that come in later."""
         key = CUTS + segment + slot.to_bytes(4, "big")
         known = self.txn.get(key)
@@ -393,30 +385,20 @@ class Applier:
         number = self.segment_number(entry.segment)
         segment = None if number is None else self.segment(number)
         if segment is None:
-            self._note_cut(entry.segment, 0, _WHOLE_SEGMENT)
+            self.note_cut(entry.segment, 0, _WHOLE_SEGMENT)
             return
         if segment.state != LIVE:
             return
         for run in list(self.runs_of(segment.number)):
             self.remove(run)
         if self._waiting:
-            for key, _ in list(scan_copies(self.txn, WAITING)):
-                if PLACE.unpack_from(key, len(key) - PLACE.size)[0] == segment.number:
-                    self._stop_waiting(key)
+            waiting.drop(self, segment)
         dropped = dataclasses.replace(segment, state=DROPPED, dropped_ms=entry.when_ms)
         self.txn.put(SEGMENTS + PREFIX.pack(segment.number), dropped.value())
         self.count("segments_dropped")
 
     def apply_seal(self, entry: SealEntry) -> None:
         """The end of a journal is noted by whoever keeps its offset."""
-
-
-def _waiting_entry(segment: bytes, value: bytes, head: bytes) -> tuple[RunEntry, bool]:
-    """The entry of a run that has waited, and whether it is a moved one; `head` begins the run that
-    holds its parent block."""
-    _, slot, _, block, written, expires, _, parent = RUN.unpack_from(value)
-    hashes, moved = waiting_hashes(value)
-    return RunEntry(b"", segment, slot, block, written, expires, parent, head, hashes), moved
 
 
 _HANDLERS: dict[type[Any], Callable[[Applier, Any], None]] = {
@@ -432,4 +414,6 @@ _HANDLERS: dict[type[Any], Callable[[Applier, Any], None]] = {
     MovedEntry: Applier.apply_moved,
     SlotEntry: apply_slot,
     SlotGoneEntry: apply_slot_gone,
+    KeepEntry: told.apply_keep,
+    RemoveEntry: told.apply_remove,
 }

@@ -32,6 +32,7 @@ from kvfs.index.schema import (
     SEGMENTS,
     U32,
     U64,
+    UNLISTED,
     Run,
     Segment,
     child_key,
@@ -211,6 +212,14 @@ class Index:
     def namespaces(self) -> dict[bytes, tuple[int, str]]:
         """namespace id -> (number in this index, identity as JSON)."""
         return {k: (U32.unpack_from(v)[0], v[4:].decode()) for k, v in self._scan(NS)}
+
+    def hidden_namespaces(self) -> set[int]:
+        """Numbers of the namespaces that were removed and hold nothing that was stored since."""
+        prefix = META + UNLISTED.encode()
+        with self.env().read() as txn:
+            rows = scan(txn, prefix)
+            marked = {int(bytes(k[len(prefix) :])) for k, v in rows if U64.unpack(v)[0] & 1}
+            return {n for n in marked if next(scan(txn, run_key(n, b"")), None) is None}
 
     def classes(self) -> dict[str, int]:
         """TTL class -> seconds."""

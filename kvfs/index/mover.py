@@ -11,13 +11,12 @@ A run whose parent block is in no run waits, as a new one does. Belongs to one w
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from kvfs.chain import HASH_BYTES
 from kvfs.frames import RunEntry
 from kvfs.index.placer import Placer
-from kvfs.index.schema import ALIAS, Run, Segment, alias_key, common
+from kvfs.index.schema import ALIAS, Run, Segment, alias_key, common, part
 
 if TYPE_CHECKING:
     from kvfs.index.apply import Applier
@@ -71,12 +70,12 @@ class Mover:
             self.expires_ms, self.class_id = run.expires_ms, run.class_id
         self.a.remove(run)
         if first:
-            self.a.insert(_part(run, 0, first))
+            self.a.insert(part(run, 0, first))
         elif at:
             self.alias(run.head, at)
         if first + count == run.count:
             return []
-        rest = _part(run, first + count, run.count)
+        rest = part(run, first + count, run.count)
         self.a.insert(rest)
         return [rest]
 
@@ -91,16 +90,3 @@ class Mover:
             s.ns, self._hash(0), s.number, e.slot, self.n, e.block, e.written_ms, self.expires_ms,
             self.class_id, e.parent, self.hashes,
         )  # fmt: skip
-
-
-def _part(run: Run, first: int, end: int) -> Run:
-    """The blocks first..end-1 of a run as a run of their own."""
-    return dataclasses.replace(
-        run,
-        head=run.hash(first),
-        slot=run.slot + first,
-        count=end - first,
-        block=run.block + first,
-        parent=run.hash(first - 1) if first else run.parent,
-        hashes=run.hashes[first * HASH_BYTES : end * HASH_BYTES],
-    )

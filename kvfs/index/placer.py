@@ -9,24 +9,22 @@ as a block is in one run only and follows its parent there, or is a run's first.
   where it overlaps others is only known once its parent is there;
 - where an engine keys the blocks each is found by itself (kvfs.index.keyed): nothing waits.
 
-The parent's run is found from the path heads that the entry carries. Its writer may have seen the
-chain cut into other runs, then a search through the forks behind the last known head finds it, or
-at last a look at every run of the namespace. Belongs to one write transaction.
+The parent's run is found from the path heads that the entry carries (kvfs.index.finder). Belongs to
+one write transaction.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvfs.chain import HASH_BYTES
 from kvfs.frames import RunEntry
-from kvfs.index.schema import RUN, Run, Segment, common, key_key, run_key, scan
+from kvfs.index.finder import holder
+from kvfs.index.schema import Run, Segment, common, key_key, run_key
 
 if TYPE_CHECKING:
     from kvfs.index.apply import Applier
-
-# Lookups along the forks before all runs are looked at instead, which takes some 50 ms a million.
-SEARCH_LIMIT = 500
 
 
 class Placer:
@@ -89,6 +87,11 @@ class Placer:
         Their writer was told that they are stored for its whole time to live, so they must be.
         """
         shown = common(run.hashes[first * HASH_BYTES :], self.hashes[at * HASH_BYTES :])
+        if shown and self.entry.written_ms > run.written_ms:
+            # A removal of what is older leaves these blocks, as where our copy is shown.
+            run = self.a.split(run, first, shown) if shown < run.count else run
+            run = replace(run, written_ms=self.entry.written_ms)
+            self.a.txn.put(run.key(), run.value())
         if shown and self.entry.expires_ms > run.expires_ms:
             self.a.prolong(run, self.entry.expires_ms, self.segment.class_id)
         return shown
@@ -109,44 +112,11 @@ class Placer:
     def parent_run(self, *, thorough: bool = False) -> Run | None:
         """The live run that holds the block before our first; thorough: also if no path head is
         known here, which takes a look at all runs."""
-        run = self.a.run(self.segment.ns, self.entry.parent) or self._behind_heads()
-        if run is None and thorough:
-            run = self._among_all()
+        e = self.entry
+        run = holder(
+            self.a, self.segment.ns, e.block - 1, e.parent, e.heads, thorough=thorough
+        )  # fmt: skip
         return None if run is None or self._expired(run) else run
-
-    def _behind_heads(self) -> Run | None:
-        """From the last path head known here on: our chain may leave that run behind any of its
-        blocks, into forks that only the hashes tell apart."""
-        left = SEARCH_LIMIT
-        queue = self._last_known()
-        while queue and left > 0:
-            run = queue.pop()
-            at = self.entry.block - 1 - run.block
-            if 0 <= at < run.count and run.hash(at) == self.entry.parent:
-                return run
-            for i in range(min(at, run.count)):
-                if left <= 0:
-                    break
-                children = self.a.children(run.ns, run.hash(i), left)
-                left -= 1 + len(children)
-                queue += children
-        return None if left > 0 else self._among_all()
-
-    def _last_known(self) -> list[Run]:
-        heads = self.entry.heads
-        for at in range(len(heads) - HASH_BYTES, -1, -HASH_BYTES):
-            run = self.a.run(self.segment.ns, heads[at : at + HASH_BYTES])
-            if run is not None:
-                return [run]
-        return []
-
-    def _among_all(self) -> Run | None:
-        for key, value in scan(self.a.txn, run_key(self.segment.ns, b"")):
-            _, _, count, block, *_ = RUN.unpack_from(value)
-            at = self.entry.block - 1 - block
-            if 0 <= at < count and hash_at(value, at) == self.entry.parent:
-                return Run.decode(key, value)
-        return None
 
     # the rows
 
@@ -158,8 +128,3 @@ class Placer:
             s.ns, self._hash(at), s.number, e.slot + at, end - at, e.block + at,
             e.written_ms, e.expires_ms, s.class_id, parent, hashes,
         )  # fmt: skip
-
-
-def hash_at(value: Any, i: int) -> Any:
-    """The hash of a run's i-th block, of its row's value."""
-    return value[RUN.size + i * HASH_BYTES : RUN.size + (i + 1) * HASH_BYTES]

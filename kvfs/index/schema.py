@@ -27,6 +27,8 @@ namespace, `seg` a u32 it gives to each segment; neither leaves this index.
   keys      k     ns, hash of a block     KEY below: which run holds the block; only of namespaces
                                           that are keyed by their engine, for which the counter
                                           "keyed:" and the ns is 1
+  told      o     ns, ms u64, kind u8,    TOLD_VALUE below, hashes: what was told of blocks by hash,
+                  two hashes              for those that come in later (kvfs.index.told)
   journals  j     writer id 12, number    offset u64 applied up to, ended u8, writer's name
   slots     l     ns, anchor 16, pool 16  SLOT below: who is said to hold sliding-window state
   pools     h     pool id 16              POOL below, then host, a zero byte, address
@@ -46,7 +48,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfs.chain import HASH_BYTES
@@ -57,6 +59,7 @@ META, NS, CLASSES, SEGIDS, SEGMENTS = b"m", b"n", b"t", b"i", b"s"
 RUNS, CHILDREN, PLACED, WAITING, CUTS, JOURNALS = b"r", b"c", b"p", b"w", b"x", b"j"
 SLOTS, POOLS, SERVING, PURGE = b"l", b"h", b"d", b"e"
 MOVED, ALIASES, KEYS = b"v", b"a", b"k"
+TOLD = b"o"
 
 U16 = struct.Struct("<H")
 U32 = struct.Struct("<I")
@@ -77,12 +80,18 @@ ALIAS = struct.Struct("<16sI")
 
 KEY = struct.Struct("<16sI")
 """Hash of the first block of the run, and the block's place in it."""
+TOLD_KEY = struct.Struct(">IQB")
+"""ns, ms of the entry, kind: 0 removed, 1 kept."""
+TOLD_VALUE = struct.Struct("<QH")
+"""expires ms and class id of what is kept (0: its own), zeros of what is removed."""
 
 SLOT = struct.Struct("<QQQQ")
 """position, generation, expires ms (0: known to be gone up to this generation), purge ms."""
 POOL = struct.Struct("<IIQ")
 """ns, slots that are not known to be gone, generation up to which all are gone."""
 
+UNLISTED = "removed:"
+"""In `meta`, in front of the number of a namespace that was removed: kvfs.index.told."""
 KEYED = "keyed:"
 """In `meta`, in front of the number of a namespace that is keyed by its engine."""
 
@@ -160,6 +169,19 @@ class Segment:
             self.created_ms, self.ttl_seconds, self.dropped_ms,
         )  # fmt: skip
         return fixed + self.path.encode()
+
+
+def part(run: Run, first: int, end: int) -> Run:
+    """The blocks first..end-1 of a run as a run of their own."""
+    return replace(
+        run,
+        head=run.hash(first),
+        slot=run.slot + first,
+        count=end - first,
+        block=run.block + first,
+        parent=run.hash(first - 1) if first else run.parent,
+        hashes=run.hashes[first * HASH_BYTES : end * HASH_BYTES],
+    )
 
 
 def run_key(ns: int, head: bytes) -> bytes:

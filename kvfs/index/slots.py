@@ -20,7 +20,7 @@ Everything happens in the transaction that is handed in.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from kvfs.index.schema import (
     SLOTS,
     place_key,
     scan,
+    scan_copies,
 )
 from kvfs.plan import SlotHint
 from kvfs.slot_entries import MAX_TEXT, WHOLE_POOL, SlotEntry, SlotGoneEntry
@@ -188,6 +189,25 @@ def apply_slot_gone(applier: Applier, entry: SlotGoneEntry) -> None:
     txn.put(POOLS + entry.pool, pool.value())
     _put(txn, where, old, 0, entry.generation, 0, entry.when_ms + _REMEMBER_MS)
     applier.count("slots_gone")
+
+
+def removed_anchors(applier: Applier, ns: int, anchors: Iterable[bytes] | None) -> None:
+    """The blocks in front of these boundaries were removed (None: all of a namespace), and with
+    them the slots behind them. A slot that is stored from now on is another one."""
+    txn, prefix = applier.txn, SLOTS + PREFIX.pack(ns)
+    if next(scan(txn, prefix), None) is None:
+        return
+    for start in [prefix] if anchors is None else (prefix + a for a in anchors):
+        for key, value in list(scan_copies(txn, start)):
+            _, generation, expires, purge = SLOT.unpack(value)
+            if expires:
+                where = key[1:]
+                pool = _pool(txn, where[-16:])
+                assert pool is not None  # each row has one
+                changed = replace(pool, count=max(0, pool.count - 1))
+                txn.put(POOLS + where[-16:], changed.value())
+                _put(txn, where, value, 0, generation, 0, max(purge, expires))
+                applier.count("slots_gone")
 
 
 def _put(

@@ -31,6 +31,8 @@ from kvfs.index.schema import (
     SEGMENTS,
     SERVING,
     SLOTS,
+    TOLD,
+    UNLISTED,
     WAITING,
     Segment,
     scan,
@@ -38,7 +40,9 @@ from kvfs.index.schema import (
 )
 from kvfs.segment import SEGMENT_ID_BYTES
 
-_CONTENT = (SEGIDS, SEGMENTS, RUNS, KEYS, CHILDREN, PLACED, WAITING, CUTS, MOVED, ALIASES)
+_CONTENT = (
+    SEGIDS, SEGMENTS, RUNS, KEYS, CHILDREN, PLACED, WAITING, CUTS, MOVED, ALIASES, TOLD,
+)  # fmt: skip
 _HINTS = (SLOTS, POOLS, SERVING, PURGE)
 _SUMS = (b"blocks", b"orphans", b"cuts")
 
@@ -50,6 +54,7 @@ def wipe(applier: Applier, *, journals: bool) -> None:
         _clear(applier, table)
     for name in _SUMS:
         applier.txn.delete(META + name)
+    _clear(applier, META + UNLISTED.encode())
     applier.refresh()
 
 

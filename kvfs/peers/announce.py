@@ -1,5 +1,8 @@
 """A thread that tells the other hosts which slots are here: what comes, what goes, what lives on.
 
+A slot behind a block that was removed from the store goes as well, within a turn of the index's
+having heard of it.
+
 The pool is asked, not those who fill it: so it does not matter which process stored a slot, or
 whether it was killed right after. A look is cheap while nothing has changed. All slots are told
 anew at the start and from time to time, since those that are in use live longer than was told.
@@ -15,9 +18,10 @@ import time
 from dataclasses import dataclass, field
 
 from kvfs.errors import KvfsError
+from kvfs.index import told as told_of
 from kvfs.peers.pools import Pools
 from kvfs.state.directory import Directory
-from kvfs.state.slot import SlotMeta
+from kvfs.state.slot import Anchor, SlotMeta
 from kvfs.state.slots import SlotPool
 from kvfs.store import Store
 
@@ -36,6 +40,8 @@ class _Told:
     slots: dict[bytes, SlotMeta] = field(default_factory=dict)
     due: float = 0.0
     """When all of it is told anew."""
+    removed_ms: int = 0
+    """The time of the last removal that was heard of."""
 
 
 class Announcer:
@@ -91,8 +97,23 @@ class Announcer:
         pools = self._pools.look()
         return sum(self._tell(pool, now) for pool in pools)
 
+    def _erase(self, pool: SlotPool, told: _Told) -> None:
+        """Empties the slots behind blocks that were removed since the last look."""
+        index = self._store.index
+        number, _ = index.namespaces().get(pool.identity.nsid, (0, ""))
+        latest = index.query(lambda a: told_of.latest(a, number)) if number else 0
+        if latest <= told.removed_ms:
+            return
+        said = index.query(lambda a: told_of.since(a, number, told.removed_ms))
+        told.removed_ms = latest
+        for meta in pool.metas():
+            gone = said.everything or meta.anchor in said.removed
+            if gone and meta.stored_ms <= latest:
+                pool.remove(Anchor(meta.anchor, meta.position, meta.lineage))
+
     def _tell(self, pool: SlotPool, now: float) -> int:
         told = self._told.setdefault(pool.pool_id, _Told())
+        self._erase(pool, told)
         stats = pool.stats()
         changes = tuple(stats[name] for name in _CHANGES)
         if changes == told.changes and now < told.due:

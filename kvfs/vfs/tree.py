@@ -145,10 +145,13 @@ class Tree:
 
     def namespaces(self) -> dict[bytes, Namespace]:
         """By name, in order of names."""
-        nsids = frozenset(self.store.index.namespaces())
+        hidden = self.store.index.hidden_namespaces()
+        known = self.store.index.namespaces().items()
+        nsids = frozenset(nsid for nsid, (number, _) in known if number not in hidden)
         with self._lock:
             if nsids != self._nsids:
-                self._namespaces = {os.fsencode(ns.name): ns for ns in self.store.namespaces()}
+                listed = self.store.listed_namespaces()
+                self._namespaces = {os.fsencode(ns.name): ns for ns in listed}
                 self._nsids = nsids
             return self._namespaces
 

@@ -20,6 +20,7 @@ import xxhash
 from kvfs import frames, journal, limits, presets, record, segment
 from kvfs.catalog import namespace_path
 from kvfs.chain import PrefixHasher
+from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.config import MARKER, StoreConfig
 from kvfs.errors import FormatError
 from kvfs.follow import checkpoint
@@ -281,6 +282,14 @@ ENTRIES: dict[str, tuple[Any, list[Any]]] = {
     "12 SLOTGONE": (
         SlotGoneEntry(NSID, STORE, PARENT, 6, TIME),
         [NSID, STORE, PARENT, 6, TIME],
+    ),
+    "13 KEEP": (
+        KeepEntry(NSID, TIME + 9, TIME, 7, "chatbot", True, HASHES[:32], HASHES),
+        [NSID, TIME + 9, TIME, 7, "chatbot", 1, 2, HASHES[:32], 3, HASHES],
+    ),
+    "14 REMOVE": (
+        RemoveEntry(NSID, TIME, 7, HASHES[:16], HASHES[16:]),
+        [NSID, TIME, 7, 1, HASHES[:16], 2, HASHES[16:]],
     ),
 }
 

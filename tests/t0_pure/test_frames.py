@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.errors import FormatError
 from kvfs.frames import (
     ClassEntry,
@@ -45,7 +46,12 @@ ENTRIES: list[Any] = [
     st.builds(DropEntry, id16, u64),
     st.builds(SealEntry, u64, st.booleans()),
 ]
-entries = st.one_of(ENTRIES)
+BY_HASH: list[Any] = [
+    st.builds(KeepEntry, id16, u64, u64, u32, text, st.booleans(), hashes(0, 3), hashes(1, 6)),
+    st.builds(RemoveEntry, id16, u64, u32, hashes(0, 3), hashes(0, 6)),
+]
+BY_TYPE = dict(enumerate(ENTRIES, 1)) | dict(enumerate(BY_HASH, 13))
+entries = st.one_of(*BY_TYPE.values())
 seeds = u64
 offsets = st.integers(0, 2**30).map(lambda n: 8 * n)
 
@@ -128,7 +134,7 @@ def test_an_unknown_type_is_passed_over() -> None:
     assert [entry for entry, _ in decoded(data, 9, 0)] == [known[0], None, known[1]]
 
 
-@pytest.mark.parametrize("kind", range(1, 9))
+@pytest.mark.parametrize("kind", BY_TYPE)
 @pytest.mark.parametrize("size", [0, 1, 7])
 def test_a_body_that_does_not_fit_its_type_is_refused(kind: int, size: int) -> None:
     """Its checksum is right, so somebody wrote it so: that is not damage, but another layout."""
@@ -136,12 +142,12 @@ def test_a_body_that_does_not_fit_its_type_is_refused(kind: int, size: int) -> N
         decoded(framed(kind, bytes(size), 0), 0, 0)
 
 
-@pytest.mark.parametrize("kind", range(1, 9))
+@pytest.mark.parametrize("kind", BY_TYPE)
 @given(data=st.data())
 @settings(max_examples=20)
 def test_a_shortened_body_never_gives_another_entry(kind: int, data: Any) -> None:
     """Sound checksum, missing bytes: refused, never an entry made of what is left."""
-    item = data.draw(ENTRIES[kind - 1])
+    item = data.draw(BY_TYPE[kind])
     body = item.body()
     for end in range(len(body)):
         with pytest.raises(FormatError):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvfs.backend.select import open_backend
+from kvfs.chain_entries import KeepEntry
 from kvfs.errors import BackendError, InputError
-from kvfs.frames import RenewEntry
 from kvfs.store import Store
 from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.stock import START, Stock, tokens
@@ -162,7 +162,7 @@ def test_the_thread_publishes_by_itself(stock: Stock) -> None:
 
     def told(runs: Any, others: Any = (), counters: Any = None) -> None:
         publish(runs, others, counters)
-        if any(isinstance(e, RenewEntry) for e in others):
+        if any(isinstance(e, KeepEntry) for e in others):
             published.set()
 
     writer.publish = told  # type: ignore[method-assign]

@@ -388,6 +388,9 @@ def test_a_renewal_comes_in_before_the_run_it_renews(stock: Stock) -> None:
         pace.due = 0.0 if due else time.monotonic() + 100
     following._all_due = time.monotonic() + 100
     following.turn()
+    assert host.runs() == set()
+    following._all_due = 0.0
+    settled(following)
     assert host.runs() == third.runs() != set()
 
 
