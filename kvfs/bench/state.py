@@ -58,7 +58,7 @@ def run(options: Options) -> Iterator[Row]:
     yield Row(
         "state.pull", seconds, runs, f"a slot of {pull.size:,} bytes, verified, {link.what}",
         ratio=ratio, ratio_limit=MOST_TIMES_PLAIN, reference=REFERENCE, reference_seconds=base,
-        figures={"bytes_per_second": pull.size / seconds, "share_of_plain": base / seconds},
+        figures={"bytes_per_second": pull.size / seconds, "share_of_plain": 1 / ratio},
     )  # fmt: skip
     median, base = statistics.median(load), statistics.median(plain_load)
     yield Row(
