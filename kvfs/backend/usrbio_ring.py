@@ -161,10 +161,13 @@ class Ring(BaseRing):
 
     def _send(self, ios: Sequence[Io], first: int) -> int:
         memory, free, owner, n = self._memory, self._free, self._owner, self._n
-        count = min(len(free), len(ios) - first)
+        head, serial = self._marks[layout.SUBMITTED], self.serial
+        # Batches may end in any order, but submissions are taken back in theirs: behind one that
+        # takes long there is no room for more, though slots are free.
+        room = (self._marks[layout.TAKEN] - head - 1) % n
+        count = min(len(free), room, len(ios) - first)
         if not count:
             return 0
-        head, serial = self._marks[layout.SUBMITTED], self.serial
         for io in ios[first : first + count]:
             slot = free.pop()
             owner[slot] = serial

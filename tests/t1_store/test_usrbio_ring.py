@@ -148,6 +148,40 @@ def test_a_slot_is_not_used_again_before_its_completion(pair: Pair) -> None:
     thread.join()
 
 
+def test_submissions_behind_a_batch_that_takes_long_are_not_written_over() -> None:
+    """Batches end in any order; the first one's submission is read again when it ends."""
+    pair = Pair(7, depth=-1)
+
+    def work() -> None:
+        held, done = None, 0
+        while not pair.dead:
+            if not pair.posted.acquire(timeout=0.05 if done < 6 else 0.3) and done >= 6:
+                # All that there is room for is done: time for the first one, at last.
+                assert held is not None
+                pair.served.finish(
+                    held, [pair.served.arguments(pair.served.submission(held)[0])[3]]
+                )
+                break
+            for first, _ in pair.served.jobs():
+                if held is None:
+                    held = first
+                else:
+                    slot = pair.served.submission(first)[0]
+                    pair.served.finish(first, [pair.served.arguments(slot)[3]])
+                    done += 1
+        while not pair.dead:
+            if pair.posted.acquire(timeout=0.05):
+                pair.serve(lambda offset, length: offset)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert pair.ring.run(ios(40, 8), 30.0)[1] == list(range(40))
+    finally:
+        pair.dead = True
+        thread.join()
+
+
 def test_what_comes_late_is_no_result_of_a_later_run(pair: Pair) -> None:
     pair.ring.run(ios(3), 0.01)
 
