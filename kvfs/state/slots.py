@@ -302,8 +302,9 @@ class SlotPool:
                 self._renew(table, slot, now)
 
     def _spoilt(self, slot: int, meta: SlotMeta) -> None:
-        """Empties a slot whose data are not what was stored, unless it was filled anew since."""
-        with contextlib.suppress(BusyError), self._changing(LOCK_SECONDS) as (table, _):
+        """Empties a slot whose data are not what was stored, unless it was filled anew since. If
+        somebody is changing the pool just now, the next reader does: reading waits for nobody."""
+        with contextlib.suppress(BusyError), self._changing(0) as (table, _):
             if table.sequence(slot) == meta.generation:
                 table.count("damaged")
                 table.empty(slot)
