@@ -158,6 +158,7 @@ class LibraryRing(BaseRing):
         self.link = layout.ring_name(key, read=read, depth=depth, flags=flags)
         """Its name in `iovs`, which stays when the ring is closed: for the session to remove."""
         self._waiting: set[int] = set()
+        self._full = False
         self._refused: list[tuple[int, int]] = []
         self._cqes = (_Cqe * entries)()
         self._taken = 0
@@ -166,6 +167,10 @@ class LibraryRing(BaseRing):
     def in_flight(self) -> int:
         return len(self._waiting)
 
+    @property
+    def room(self) -> int:
+        return 0 if self._full else self._entries - self.in_flight
+
     def _send(self, ios: Sequence[Io], first: int) -> int:
         prep, ring, sent = self._library.prep_io, c.byref(self._ior), 0
         for key, at, file, offset, length in ios[first : first + self._entries - self.in_flight]:
@@ -173,8 +178,9 @@ class LibraryRing(BaseRing):
             code = prep(
                 ring, c.byref(iov), self._read, iov.base + at, file, offset, length, serial
             )  # fmt: skip
-            if code == -errno.EAGAIN:
-                break  # the ring is full after all
+            self._full = code == -errno.EAGAIN
+            if self._full:
+                break  # behind one that hangs
             if code < 0:
                 self._refused.append((serial, code))
             else:

@@ -67,6 +67,11 @@ class BaseRing(ABC):
     def in_flight(self) -> int:
         """I/Os without a result, those of earlier runs included."""
 
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """I/Os that may be handed over now: fewer than there are slots behind one that hangs."""
+
     @abstractmethod
     def _send(self, ios: Sequence[Io], first: int) -> int:
         """Hands over as many as there is room for; returns how many. Takes serials for them."""
@@ -159,15 +164,19 @@ class Ring(BaseRing):
     def in_flight(self) -> int:
         return self._n - 1 - len(self._free)
 
-    def _send(self, ios: Sequence[Io], first: int) -> int:
-        memory, free, owner, n = self._memory, self._free, self._owner, self._n
-        head, serial = self._marks[layout.SUBMITTED], self.serial
+    @property
+    def room(self) -> int:
         # Batches may end in any order, but submissions are taken back in theirs: behind one that
         # takes long there is no room for more, though slots are free.
-        room = (self._marks[layout.TAKEN] - head - 1) % n
-        count = min(len(free), room, len(ios) - first)
+        taken, submitted = self._marks[layout.TAKEN], self._marks[layout.SUBMITTED]
+        return min(len(self._free), (taken - submitted - 1) % self._n)
+
+    def _send(self, ios: Sequence[Io], first: int) -> int:
+        memory, free, owner, n = self._memory, self._free, self._owner, self._n
+        count = min(self.room, len(ios) - first)
         if not count:
             return 0
+        head, serial = self._marks[layout.SUBMITTED], self.serial
         for io in ios[first : first + count]:
             slot = free.pop()
             owner[slot] = serial

@@ -270,8 +270,8 @@ class Session:
                 ring = self._call(lambda: self._make_ring(kind))
             yield ring
             self._idle[kind].append(ring)
-            if ring.in_flight > kind.entries // 2:
-                self.worn = True  # half of it waits for what does not come
+            if ring.in_flight and ring.room < kind.entries // 2:
+                self.worn = True  # half of it waits for what does not come, or is behind that
         finally:
             if self._closed.is_set():
                 self._close_idle()

@@ -117,6 +117,31 @@ def test_results_that_do_not_come_keep_their_memory(
     backend.release()
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_one_completion_that_never_comes_does_not_block_what_follows(
+    host: Host, hf3fs_library: str, ours: bool
+) -> None:
+    """Submissions are taken back in their order, so that a ring fills up behind it."""
+    backend = ThreefsBackend(
+        str(host.point), seconds=2.0, library="" if ours else hf3fs_library
+    )  # fmt: skip
+    file = backend.create("x")
+    data = os.urandom(5 * CHUNK)
+    write_all(backend, file, [data], 0)
+    first = backend.session()
+    host.set(drop_every=1)
+    with pytest.raises(OSError) as e:
+        backend.readv(file, [memoryview(bytearray(100))], 0)
+    assert e.value.errno == errno.ETIMEDOUT
+    host.set(drop_every=0)
+    into = bytearray(len(data))
+    for _ in range(120):  # 600 I/Os, more than two rings full
+        assert read_into(backend, file, [memoryview(into)], 0) == len(data) and into == data
+    assert first.worn and backend.session() is not first
+    backend.close(file)
+    backend.release()
+
+
 def test_reads_land_in_lent_memory(host: Host, hf3fs_library: str) -> None:
     backend = ThreefsBackend(str(host.point), library=hf3fs_library)
     arena = Arena.create(1 << 20, directory=SHM)
