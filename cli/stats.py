@@ -21,7 +21,8 @@ MANUAL = {
     fetch_blocks, fetch_bytes -- blocks delivered
     fetch_miss.REASON -- fetches that came short, by what was found
     put_blocks, put_bytes, put_existing -- blocks written, and blocks that were there already
-    store_failures -- puts that were refused or failed
+    store_failures, puts_dropped -- puts that failed or were refused, and puts that came when too
+    many others of their process were under way
     renewed_runs, removed_blocks -- what was touched and evicted
     """,
     "JSON output": """

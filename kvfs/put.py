@@ -1,21 +1,24 @@
 """PUT, the part that decides: what of a prompt is new, and in which runs it is stored.
 
 Blocks that are stored already are not written again; their lease is renewed instead, so that a
-caller who was told "stored" has them for the class's whole time. Nothing here raises for what the
-storage does: the result says what was stored and why not more.
+caller who was told "stored" has them for the class's whole time. Nor are those that another put of
+this process is writing just now (kvfs.under_way). Nothing here raises for what the storage does:
+the result says what was stored and why not more.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kvfs.catalog import TtlClass
 from kvfs.chain import HASH_BYTES
 from kvfs.chain_entries import KeepEntry
-from kvfs.errors import InputError, KvfsError
+from kvfs.errors import BusyError, InputError, KvfsError
 from kvfs.frames import MAX_PATH_HEADS, Entry, RunEntry
 from kvfs.index import Index
 from kvfs.index.lookup import Match
@@ -25,6 +28,7 @@ from kvfs.namespace import Namespace
 from kvfs.record import RunBlocks
 from kvfs.removal import few, heard_ms
 from kvfs.segment_writer import Written
+from kvfs.under_way import WAIT_SECONDS
 from kvfs.writer import Writer, run_entry
 
 # A renewal that moves the expiry by less than this share of the time to live is not worth it.
@@ -72,24 +76,62 @@ class Putter:
 
         payloads: one view of row_bytes a block, for blocks first_block.. up to the last whole one.
         """
-        n, stored, error = hasher.n_blocks, 0, None
-        existing: int | None = None
-        for _ in range(_TRIES):
-            now = self.writer.now_ms()
-            found = self.index.stored(ns.number, hasher, now).runs
-            if existing is None:
-                existing = sum(m.shared for m in found)
-            renewals = self._renewals(ns, hasher, found, ttl, now)
-            new, error = self._store(ns, hasher, payloads, first_block, ttl, found, renewals, now)
-            stored += new
-            # A collector may have dropped what we were about to renew: then look again.
-            if error is not None or not renewals:
-                break
-        existing = min(existing or 0, n - stored)
+        try:
+            with self.writer.under_way.put():
+                return self._put(ns, hasher, payloads, first_block, ttl)
+        except BusyError as e:
+            return self._result(ns, hasher, 0, 0, e)
+
+    def _result(
+        self, ns: Namespace, hasher: Chain, stored: int, existing: int, error: KvfsError | None
+    ) -> PutResult:
+        n = hasher.n_blocks
         return PutResult(
             n, stored, existing, stored * ns.row_bytes, hasher.n_tokens - n * ns.block_tokens,
             self.writer.durable, error,
         )  # fmt: skip
+
+    def _put(
+        self, ns: Namespace, hasher: Chain, payloads: Sequence[memoryview],
+        first_block: int, ttl: TtlClass,
+    ) -> PutResult:  # fmt: skip
+        stored, error = 0, None
+        existing: int | None = None
+        for _ in range(_TRIES):
+            with self._turn(ns, hasher) as (found, now):
+                if existing is None:
+                    existing = sum(m.shared for m in found)
+                renewals = self._renewals(ns, hasher, found, ttl, now)
+                new, error = self._store(
+                    ns, hasher, payloads, first_block, ttl, found, renewals, now
+                )
+            stored += new
+            # A collector may have dropped what we were about to renew: then look again.
+            if error is not None or not renewals:
+                break
+        existing = min(existing or 0, hasher.n_blocks - stored)
+        return self._result(ns, hasher, stored, existing, error)
+
+    @contextmanager
+    def _turn(self, ns: Namespace, hasher: Chain) -> Iterator[tuple[list[Match], int]]:
+        """(the runs that are stored, as of when), once nobody in this process is storing the first
+        of those that are missing; nobody else begins to within the block."""
+        under_way, key = self.writer.under_way, None
+        until = time.monotonic() + WAIT_SECONDS
+        while True:
+            turn, now = under_way.turn, self.writer.now_ms()
+            found = self.index.stored(ns.number, hasher, now).runs
+            gap = next(iter(_missing(found, hasher.n_blocks)), None)
+            if gap is None:
+                break
+            key = ns.nsid, hasher.digest(gap[0] + 1)
+            if under_way.claim(key, turn, until):
+                break
+        try:
+            yield found, now
+        finally:
+            if gap is not None and key is not None:
+                under_way.release(key)
 
     def _store(
         self, ns: Namespace, hasher: Chain, payloads: Sequence[memoryview],

@@ -30,7 +30,7 @@ from kvfs.config import (
     check_class,
     load_config,
 )
-from kvfs.errors import BackendError, ConfigError, FormatError, InputError, KvfsError
+from kvfs.errors import BackendError, BusyError, ConfigError, FormatError, InputError, KvfsError
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow.follower import Followed, Follower, Progress
 from kvfs.follow.history import adopt, lost, note_followed
@@ -310,7 +310,9 @@ class Store(LocalStore):
         else:
             putter = Putter(self.index, writer, self.catalog.seconds_by_number())
             result = putter.put(ns, hasher, payloads, first_block, ttl)
-        if result.error is not None and not isinstance(result.error, InputError):
+        if isinstance(result.error, BusyError):
+            self._count("puts_dropped")
+        elif result.error is not None and not isinstance(result.error, InputError):
             self._count("store_failures")
         return result
 

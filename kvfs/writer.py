@@ -36,6 +36,7 @@ from kvfs.publisher import Publisher
 from kvfs.record import PAGE, RunBlocks
 from kvfs.segment import WRITER_BYTES
 from kvfs.segment_writer import SegmentWriter, Written
+from kvfs.under_way import UnderWay
 from kvfs.usage import Space
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -71,6 +72,7 @@ class Writer:
         self.name = writer_name(self.id)
         self.pid = os.getpid()
         self.space = space
+        self.under_way = UnderWay()
         self.full = False
         """The last store failed for want of space."""
         self._segments = SegmentWriter(

@@ -37,7 +37,7 @@ MAX_SECONDS = 600.0
 """No request is worked on for longer, whatever its deadline."""
 FRAME_SECONDS = 5.0
 """A client that has begun a frame must have sent it in this time."""
-_RECEIVE = 64 << 10
+_RECEIVE, _RECEIVE_MORE = 4 << 10, 64 << 10
 _MAX_FDS = 16
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -169,7 +169,8 @@ class Server:
 
     async def _receive(self, client: _Client) -> None:
         space = socket.CMSG_SPACE(4 * _MAX_FDS)
-        data, ancillary, flags, _ = await client.sock.recvmsg(_RECEIVE, space)
+        most = _RECEIVE_MORE if client.buffer else _RECEIVE
+        data, ancillary, flags, _ = await client.sock.recvmsg(most, space)
         fds = wire.take_fds(ancillary)
         if fds or flags & socket.MSG_CTRUNC:
             wire.close_all(fds)

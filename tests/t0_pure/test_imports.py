@@ -27,7 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.scan kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer"
-        " kvfs.publisher kvfs.writer kvfs.put kvfs.renewal kvfs.limits kvfs.usage kvfs.forgetting",
+        " kvfs.publisher kvfs.under_way kvfs.writer kvfs.put kvfs.renewal kvfs.limits kvfs.usage"
+        " kvfs.forgetting",
         "kvfs.store kvfs.gc kvfs.repair kvfs.state kvfs.systemd",
         "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
