@@ -27,7 +27,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kvfs.bench.peers",
         description="Match, put and fetch of kvfs beside what people use in its place.",
-        epilog="Needs 15 GB of disk, 4 GB of memory and half an hour, with --quick ten minutes.",
+        epilog="Needs 15 GB of disk, 4 GB of memory and ten minutes, more where there is other work.",
     )
     parser.add_argument(
         "--peer", nargs="+", metavar="NAME", choices=PEERS, default=list(PEERS),
