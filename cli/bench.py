@@ -46,6 +46,11 @@ MANUAL = {
     the rule of a sliding time to live with that capacity hits; copied_per_written: bytes that
     cleaning copies; removals_per_tb: calls that remove a file, beside those of a file for each
     block
+    swap.control, swap.control.batch -- not of "all", since it needs torch: name swap-in. CPU time
+    of a swap-in's thread from plan to enqueued copies, 1,022 blocks of 60 layers; with_torch_calls:
+    and of the calls that enqueue them. swap.copy.*: 128 K tokens into an engine's pages, by each
+    way to copy that this machine has; multiprocessors: what it takes of the GPU. swap.overlap: a
+    forward pass that waits for each layer, where there is a GPU
     """,
     "JSON output": """
     An object:
@@ -72,6 +77,7 @@ MANUAL = {
     kvctl bench
     kvctl bench check --blocks 1000000
     kvctl bench put fetch --store /srv/kvfs --json
+    kvctl bench swap-in --json
     kvctl bench fetch --store /srv/kvfs --prefill-tokens-per-second 20000
 """)
 @click.argument("names", metavar="[check|put|fetch|startup|follow|cleaner|state|all]...", nargs=-1,

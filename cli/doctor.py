@@ -63,13 +63,13 @@ def command(settings: Settings) -> int:
             output.json_line(fact._asdict())
         else:
             mark = {"ok": " ", "note": "-", "fault": "!"}[fact.state]
-            output.line(f"{mark} {fact.name:<9} {fact.text}")
+            output.line(f"{mark} {fact.name:<11} {fact.text}")
     return ConfigError.exit_code if faults else EXIT_OK
 
 
 def _facts(settings: Settings) -> Iterator[Fact]:
     looks: tuple[Callable[[Settings], Iterator[Fact]], ...] = (
-        _software, _settings, _store, _index, _fuse, _memory, _limits,
+        _software, _settings, _store, _index, _fuse, _memory, _limits, _gpu,
     )  # fmt: skip
     for look in looks:
         try:
@@ -215,3 +215,11 @@ def _limits(settings: Settings) -> Iterator[Fact]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = files >= _MIN_FILES or files == resource.RLIM_INFINITY
     yield Fact("files", "ok" if enough else "note", f"{files} may be open at once (ulimit -n)")
+
+
+def _gpu(settings: Settings) -> Iterator[Fact]:
+    """What swap-in may use: nothing of it is needed to store, fetch or mount."""
+    from kvfs.gpu.found import look
+
+    for found in look():
+        yield Fact(found.name, "ok" if found.there else "note", found.text)

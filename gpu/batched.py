@@ -150,25 +150,21 @@ class _WithRuntime(Strategy):
         """copies: who makes them; None: the CUDA runtime of this machine, if there is one."""
         self._copies = copies
         self._given = copies is not None
-        self._problem = ""
-        if copies is None:
-            try:
-                self._copies = find()
-            except ConfigError as e:
-                self._problem = str(e)
 
     @property
     def copies(self) -> Copies:
+        """Raises ConfigError where there are none."""
         if self._copies is None:
-            raise ConfigError(self._problem)
+            self._copies = find()
         return self._copies
 
     def problem(self, layout: PagedLayout) -> str:
-        if self._copies is None:
-            return self._problem
         if not self._given and layout.device.type != "cuda":
             return "the pages are not on a GPU"
-        return self._copies.problem(self.call)
+        try:
+            return self.copies.problem(self.call)
+        except ConfigError as e:
+            return str(e)
 
     def begin(self, piece: Piece, layout: PagedLayout, stream: Stream) -> Addresses:
         return Addresses(piece, layout)

@@ -31,6 +31,7 @@ from kvfs import presets
 from kvfs.bench.timing import Case, Options, Row, compared, in_turns, timed
 from kvfs.gpu.batched import Batch
 from kvfs.gpu.choosing import Choice, choose, strategies
+from kvfs.gpu.found import look
 from kvfs.gpu.host_memory import HostBuffer, Landed
 from kvfs.gpu.paged import PagedLayout
 from kvfs.gpu.strategies import Strategy
@@ -43,7 +44,6 @@ BLOCKS = 1022
 CONTROL_LAYERS, CONTROL_LIMIT = 60, 0.003
 _STRETCHES = 5
 _RUNS = 7
-_WARM_UP = 20
 _MATMULS, _SIDE = 4, 4096
 _TRIAL_PAGES = 256
 
@@ -184,17 +184,18 @@ class _AtOnce(CpuDevice):
 
 
 def _calls(layout: PagedLayout, runs: int) -> float:
-    """Seconds of a thread in torch for the copies of a piece of one block, without the copying."""
+    """The least seconds of a thread in torch for the copies of a piece of one block, which are the
+    calls without the copying."""
     page, found = torch.zeros(1, dtype=torch.int64), []
     row = torch.zeros((1, layout.row_bytes), dtype=torch.uint8)
-    for _ in range(_WARM_UP + runs):
+    for _ in range(10 * runs):
         start = time.thread_time()
         staged = torch.empty_like(row)
         staged.copy_(row)
         for part in layout.parts:
             part.wide.index_copy_(0, page, part.cells(staged))
         found.append(time.thread_time() - start)
-    return statistics.median(found[_WARM_UP:])
+    return min(found)
 
 
 def _copies(runs: int) -> Iterator[Row]:
@@ -295,7 +296,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     began = time.monotonic()
     choice = _chosen()
-    for fact in choice.found:
+    for fact in look():
         print(json.dumps(fact._asdict()))
     chosen = None if choice.strategy is None else choice.strategy.name
     about = {"device": where, "chosen": chosen, "unavailable": choice.unavailable}

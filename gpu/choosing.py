@@ -7,12 +7,11 @@ cannot be used here, or fails when it is tried, is reported with the reason and 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from kvfs.gpu.batched import Batch, Strided
-from kvfs.gpu.found import Found, look
 from kvfs.gpu.gather import Gather
 from kvfs.gpu.host_memory import HostBuffer, Records
 from kvfs.gpu.paged import PagedLayout, Target
@@ -27,7 +26,7 @@ class Choice:
     """What was chosen and why.
 
     seconds: by strategy, for `trial_bytes` in pages all over the memory; unavailable: strategy ->
-    why it was not measured, or failed; pinned: the trial's host memory was; found: see `look`.
+    why it was not measured, or failed; pinned: the trial's host memory was.
     """
 
     strategy: Strategy | None
@@ -35,7 +34,6 @@ class Choice:
     unavailable: dict[str, str]
     trial_bytes: int
     pinned: bool
-    found: list[Found] = field(default_factory=look)
 
 
 def strategies(layout: PagedLayout) -> tuple[Strategy, ...]:

@@ -55,7 +55,7 @@ def _module(name: str) -> Found:
         there = find_spec(module) is not None
     except (ImportError, ValueError):
         there = False
-    return Found(name, there, f"Python package {module}: {use}")
+    return Found(name, there, f"{'' if there else 'no '}Python package {module}: {use}")
 
 
 def _gds() -> Found:

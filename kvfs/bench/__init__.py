@@ -14,6 +14,7 @@ fetcher    `fetch.fetcher.*`, with plain, clients   advice     what the figures 
 report     tables and JSON
 
 steady     `steady.*`: days of a store's life
+swap-in    `swap.*`, from kvfs.gpu.bench: the only one that needs torch
 
 A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCHES.
 """
@@ -21,5 +22,7 @@ A new benchmark is a module with `run(options) -> Iterator[Row]`, named in BENCH
 from __future__ import annotations
 
 BENCHES = ("check", "put", "fetch", "startup", "follow", "cleaner", "state")
-LONG = ("steady",)
-"""Those that take many minutes: only when they are named."""
+LONG = ("steady", "swap-in")
+"""Those that take many minutes, or need torch: only when they are named."""
+ELSEWHERE = {"swap-in": "kvfs.gpu.bench"}
+"""Modules of those that are built on what is above this package."""

@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import Any
 
 from kvfs import __version__
-from kvfs.bench import BENCHES, LONG
+from kvfs.bench import BENCHES, ELSEWHERE, LONG
 from kvfs.bench.advice import FROM, advise
 from kvfs.bench.timing import Options, Row
+from kvfs.errors import ConfigError
 from kvfs.filesystems import filesystem_type
 
 HEADER = ("figure", "median", "limit", "ratio", "limit", "beside", "")
@@ -19,13 +20,23 @@ RIGHT = "lrrrrrl"
 
 
 def measure(names: Iterable[str], options: Options) -> list[Row]:
-    """Runs benchmarks by name, in their own order. Raises what they raise."""
+    """Runs benchmarks by name, in their own order.
+
+    Raises what they raise, and ConfigError where one needs a package that is not installed.
+    """
     wanted = set(names)
     rows: list[Row] = []
     for name in (*BENCHES, *LONG):
         if name in wanted:
-            rows += import_module(f"kvfs.bench.{name}").run(options)
+            rows += _module(name).run(options)
     return rows
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(ELSEWHERE.get(name, f"kvfs.bench.{name}"))
+    except ModuleNotFoundError as e:
+        raise ConfigError(f"{name} needs the package {e.name}, which is not installed") from e
 
 
 def machine(options: Options) -> dict[str, Any]:

@@ -145,9 +145,11 @@ def test_without_a_runtime_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cudart, "loaded", lambda: None)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    layout = PagedLayout(fakes.pages(fakes.identity(), 4), fakes.identity())
+    layout: Any = SimpleNamespace(device=torch.device("cuda"))
     for strategy in (Batch(), Strided()):
         assert strategy.problem(layout) == "neither libcudart nor cuda-python is there"
+        with pytest.raises(ConfigError):
+            strategy.copies.batch(None, None, 0)
 
 
 def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -168,6 +168,23 @@ def test_after_an_abort_the_pages_belong_to_others(
     assert swap.usable_blocks() == swap.finish() == 0
 
 
+@given(seeds, st.integers(0, 60), st.booleans())
+def test_an_abort_lets_go_of_everything(seed: int, steps: int, enqueued: bool) -> None:
+    """Ticket, arena, copies and thread, wherever it was."""
+    case = Case(seed, wanted=60)
+    swap = case.start()
+    if enqueued:
+        assert swap.usable_blocks() == 60
+    for _ in range(steps):
+        case.device.step()
+    assert swap.abort() and swap.over(0)
+    assert case.ticket.released == 1
+    assert set(case.swapper.arenas._users.values()) <= {0}
+    assert not any(swap._copies.values())
+    swap._thread.join(60)
+    assert not swap._thread.is_alive()
+
+
 def test_an_abort_does_not_wait_for_a_fetch_that_never_ends() -> None:
     case = Case(1, wanted=20, lands=3)
     case.ticket.never_ends = True
@@ -321,6 +338,18 @@ def test_a_missing_wait_is_found(name: str, mutant: Any, monkeypatch: pytest.Mon
     assert not any(_caught(Case(seed)) for seed in range(10))
     monkeypatch.setattr(SwapIn, name, mutant)
     assert any(_caught(Case(seed)) for seed in range(200))
+
+
+def test_an_abort_that_keeps_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapIn, "_settle", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_an_abort_lets_go_of_everything.hypothesis.inner_test(1, 5, True)  # type: ignore
+
+
+def test_blocks_that_are_counted_on_too_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapIn, "usable_blocks", lambda self, timeout=None: self._ticket.wanted)
+    with pytest.raises(AssertionError):
+        test_a_late_fetch_is_a_shorter_prefix.hypothesis.inner_test(1)  # type: ignore
 
 
 def test_a_missing_drain_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
