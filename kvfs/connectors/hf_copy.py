@@ -1,19 +1,27 @@
 """Copies between a transformers cache and block rows: bytes as they are, all blocks at once.
 
-Rows are a uint8 tensor [blocks, row_bytes] in host memory. Views of it in a piece's dtype and shape
-take part in one `copy_` for each tensor of the cache, so that neither the number of blocks nor the
-device makes a difference to the code. No I/O, no state; a cache belongs to one thread at a time.
+Rows are a uint8 tensor [blocks, row_bytes] in host memory. They are gathered by views in a piece's
+dtype and shape, one `copy_` for each tensor of the cache, and come back by a swap-in, so that
+neither the number of blocks nor the device makes a difference to the code. No I/O, no state; a
+cache belongs to one thread at a time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
 
 from kvfs.connectors.hf_layout import WINDOW, CacheLayout, Piece, layer_classes, tensors
 from kvfs.errors import InputError
+from kvfs.gpu.host_memory import Landed
+from kvfs.gpu.paged import Spans
+from kvfs.gpu.strategies import Direct, Staged
+from kvfs.gpu.swap_in import Swapper
+from kvfs.layout import Span
 
 
 def held_tokens(layout: CacheLayout, cache: Any) -> int:
@@ -49,15 +57,58 @@ def gather(layout: CacheLayout, cache: Any, first: int, end: int) -> Any:
 
 
 def scatter(layout: CacheLayout, rows: Any) -> dict[int, dict[str, Any]]:
-    """The tensors of a cache that holds exactly these blocks: layer -> field -> tensor."""
+    """The tensors of a cache that holds exactly these blocks: layer -> field -> tensor.
+
+    By the swap-in of kvfs.gpu: a head's share of a block is a page of the tensor. rows: contiguous,
+    in host memory.
+    """
     out: dict[int, dict[str, Any]] = {}
-    for piece in layout.blocks:
-        shape = list(piece.shape)
-        shape[piece.axis] *= len(rows)
-        tensor = torch.empty(shape, dtype=piece.dtype, device=piece.device)
-        _by_block(tensor, piece).copy_(_cells(rows, piece))
-        out.setdefault(piece.layer, {})[piece.field] = tensor[None]
+    for device in dict.fromkeys(piece.device for piece in layout.blocks):
+        pieces = [piece for piece in layout.blocks if piece.device == device]
+        found = {(p.layer, p.field): _room(p, len(rows)) for p in pieces}
+        if len(rows):
+            _swap_in(layout, pieces, found, rows)
+        for (number, field), tensor in found.items():
+            out.setdefault(number, {})[field] = tensor[None]
     return out
+
+
+def _room(piece: Piece, blocks: int) -> Any:
+    """An empty tensor for a piece of so many blocks."""
+    shape = list(piece.shape)
+    shape[piece.axis] *= blocks
+    return torch.empty(shape, dtype=piece.dtype, device=piece.device)
+
+
+def _swap_in(
+    layout: CacheLayout, pieces: Sequence[Piece], into: Mapping[tuple[int, str], Any], rows: Any
+) -> None:
+    """Copies rows into tensors. Raises RuntimeError, as torch does where that cannot be."""
+    blocks, strategy = len(rows), Direct() if pieces[0].device.type == "cpu" else Staged()
+    heads = [math.prod(piece.shape[: piece.axis]) for piece in pieces]
+    kinds = list(dict.fromkeys(heads))  # pieces of as many heads go by one table
+    names = [(piece.layer, piece.field) for piece in pieces]
+    pages = {
+        name: into[name].view(n * blocks, -1).view(torch.uint8)
+        for name, n in zip(names, heads, strict=True)
+    }
+    spans = tuple(Span(p.layer, p.field, p.offset, p.length) for p in pieces)
+    groups = {name: kinds.index(n) for name, n in zip(names, heads, strict=True)}
+    tables = [
+        (torch.arange(n)[None] * blocks + torch.arange(blocks)[:, None]).flatten() for n in kinds
+    ]
+    ticket = Landed(rows.view(-1).numpy(), layout.row_bytes, layout.row_bytes, blocks)
+    row = Spans(spans, layout.row_bytes)
+    with Swapper(pages, row, groups=groups, strategy=strategy) as swapper:
+        swap = swapper.swap_in(_All(blocks), ticket, tables)
+        if swap.finish() < blocks:
+            raise RuntimeError(swap.reason)
+
+
+class _All(NamedTuple):
+    """A plan by which all that is here is used."""
+
+    hit_blocks: int
 
 
 def gather_state(layout: CacheLayout, cache: Any, tokens: int) -> Any | None:
