@@ -35,7 +35,7 @@ _LOAD_BYTES = 1 << 16
 # not in the page cache, by reads of 8 MiB: 61 ms without, 34 ms with; 42 ms as one call).
 _SMALL_READS = 3
 _SMALL_BYTES = 128 << 10
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 512 << 10
 
 
 class PosixBackend:
