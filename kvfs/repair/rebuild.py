@@ -1,8 +1,8 @@
 """REBUILD: this host's index made anew from the journals or, if they are lost, from the segments.
 
 One write transaction: whoever has the index open goes on with the old state until the commit, and
-writers wait. From the journals (and, where old ones were removed, the checkpoint that covers them)
-the index becomes what it was. From the segments it holds every
+writers wait. From the newest checkpoint and the journals behind it, old ones being removed once
+a checkpoint covers them, the index becomes what it was. From the segments it holds every
 block that is there, also those that were removed, with the expiry each had when it was written:
 removals and renewals are told by journals only. Nothing on the shared storage is changed.
 
@@ -117,13 +117,12 @@ def broken_checkpoints(store: Store) -> list[str]:
 
 
 def base_of(store: Store) -> Checkpoint | None:
-    """The newest checkpoint if journals alone do not tell everything any more, else None."""
-    checkpoint = newest(store.backend, store.uuid)
-    if checkpoint is None:
-        return None
-    there = set(journal_files(store.backend))
-    pruned = any((m.writer, m.number) not in there for m in checkpoint.marks)
-    return checkpoint if pruned else None
+    """The newest checkpoint, None if there is none.
+
+    Journals may have been removed that it covers: even of which it does not tell, since its marks
+    are those of journals that were there when it was written.
+    """
+    return newest(store.backend, store.uuid)
 
 
 def _any_journal(store: Store) -> bool:

@@ -21,6 +21,8 @@ from kvfs.gc.lease import Lease
 from kvfs.gc.pace import Ended
 from kvfs.gc.passes import PATH, Passed
 from kvfs.limits import Limits
+from kvfs.repair.fsck import fsck
+from kvfs.repair.rebuild import rebuild
 from kvfs.serve import housekeeping
 from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.stock import Stock, tokens
@@ -200,3 +202,11 @@ def test_journals_become_a_checkpoint(stock: Stock, monkeypatch: pytest.MonkeyPa
     assert checkpoint.newest(stock.store.backend, stock.store.uuid) is not None
     fresh = stock.elsewhere("fresh")
     assert fresh.good(tokens(3, 200)) == 50
+    # A checkpoint does not tell of journals that were gone before it was written.
+    stock.put(tokens(4, 200))
+    stock.clock.now += 1
+    assert Collector(stock.store).run().folded.checkpoint is not None
+    for host in (stock, fresh):
+        rebuild(host.store)
+        assert [host.good(tokens(seed, 200)) for seed in (2, 3, 4)] == [50] * 3
+        assert not fsck(host.store).findings
