@@ -27,7 +27,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kvfs.bench.peers",
         description="Match, put and fetch of kvfs beside what people use in its place.",
-        epilog="Needs 15 GB of disk, 4 GB of memory and ten minutes, more where there is other work.",
+        epilog="Needs 15 GB of disk, 4 GB of memory and ten minutes on a machine that is idle.",
     )
     parser.add_argument(
         "--peer", nargs="+", metavar="NAME", choices=PEERS, default=list(PEERS),
