@@ -44,6 +44,10 @@ from kvfs.segment import WRITER_BYTES
 BATCH, BATCH_BYTES = 2000, 8 << 20
 _ENTRY_BYTES = 4096  # what counts as one entry where there is a limit on entries
 _READ, _READ_LEAST = 1 << 20, 1 << 16
+_LATE_MS = 600_000
+"""No file system shows a journal so much later than the next one."""
+FOLLOWED = "followed_ms"
+"""In `meta`: when the index had last read all journals (kvfs.follow.history)."""
 _READ_TOGETHER = 256 << 20
 """Bytes of journals in memory, roughly, however many are read at once."""
 
@@ -253,14 +257,37 @@ class Follower:
                 if not self._goes_on(writer, number + 1, offset):
                     return
             except FileNotFoundError:
-                if state is not None:  # else it is only not there yet
+                if state is not None:
                     result.missing.append(state)
-                return
+                    return
+                left = None if number else self._first_left(writer)
+                if left is None:
+                    return  # it is only not there yet
+                number = left
+                continue
             except (OSError, FormatError) as e:
                 result.unreachable += isinstance(e, OSError)
                 result.problems.append(f"{reader.path}: {e}")
                 return
             number, offset, state = number + 1, FIRST_FRAME, None
+
+    def _first_left(self, writer: str) -> int | None:
+        """The first journal that is left of a writer whose earlier ones are removed and forgotten.
+
+        None where the first may only not show yet: all journals were not yet read as they were some
+        minutes after the one that is there was made.
+        """
+        numbers = [int(n[:-4]) for n in self.backend.names(f"log/{writer}") if n[:-4].isdecimal()]
+        left = min(numbers, default=0)
+        if not left:
+            return None
+        reader = JournalReader(self.backend, writer, left, self.store)
+        reader.read(0, 0)
+        made = reader.header
+        return left if made and made.created_ms + _LATE_MS <= self._followed_ms() else None
+
+    def _followed_ms(self) -> int:
+        return self.index.query(lambda a: a.meta_int(FOLLOWED))
 
     def _goes_on(self, writer: str, number: int, offset: int) -> bool:
         """Says whether there is a next journal, and the one before was read to its end."""

@@ -144,7 +144,7 @@ class Following:
         note_followed(self.store.index, begun)
         if now >= self._tidy_due:
             self._tidy_due = now + TIDY_SECONDS
-            tidy(self.store.backend, self.store.index, self.store.uuid)
+            tidy(self.store.backend, self.store.index, self.store.uuid, begun)
 
     def _list(self, now: float) -> None:
         """Learns of new writers, and lets go of those that ended."""

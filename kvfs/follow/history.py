@@ -11,18 +11,22 @@ Blocking; reads and changes the shared storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvfs.backend import Backend
 from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
+from kvfs.follow.follower import FOLLOWED
 from kvfs.index import Index
 from kvfs.index.apply import CLOCKS_MS, Applier
 from kvfs.index.index import ENDED, LAST, JournalState
-from kvfs.index.schema import JOURNAL, JOURNALS, META, U64
+from kvfs.index.schema import JOURNAL, JOURNALS, META, U64, scan
 from kvfs.index.told import REMEMBER_MS, forget_before
 from kvfs.journal import IDLE_SECONDS, journal_path
 
-_FOLLOWED, _ADOPTED = "followed_ms", b"adopted"
+_ADOPTED = b"adopted"
+_AWAY = META + b"away:"  # and a writer's id: since when its journals are known to be removed
+FORGET_MS = 30 * 86_400_000
+"""A writer that was killed is remembered for so long after its journals were removed."""
 _AHEAD_MS = 3_600_000  # a note from further ahead was made by a clock that was wrong
 DEAD_MS = 2 * IDLE_SECONDS * 1000
 """A journal that has not grown for so long is over: its writer would go on in another one."""
@@ -30,7 +34,7 @@ DEAD_MS = 2 * IDLE_SECONDS * 1000
 
 def followed_ms(index: Index) -> int:
     """When this index had last read all journals, 0: never."""
-    return index.query(lambda a: a.meta_int(_FOLLOWED))
+    return index.query(lambda a: a.meta_int(FOLLOWED))
 
 
 def note_followed(index: Index, begun_ms: int) -> None:
@@ -45,7 +49,7 @@ def _note_followed(applier: Applier, ms: int) -> None:
 
 
 def _put_followed(applier: Applier, ms: int) -> None:
-    applier.txn.put(META + _FOLLOWED.encode(), U64.pack(max(0, ms)))
+    applier.txn.put(META + FOLLOWED.encode(), U64.pack(max(0, ms)))
 
 
 def adopt(
@@ -180,22 +184,45 @@ def _remove(backend: Backend, mark: Mark) -> bool:
     return found
 
 
-def tidy(backend: Backend, index: Index, store: bytes) -> int:
-    """Forgets writers that are gone, whose journals are removed and which no checkpoint mentions
-    any more: a store sees thousands of them. Returns the number of journals forgotten."""
+def tidy(backend: Backend, index: Index, store: bytes, now_ms: int) -> int:
+    """Forgets writers whose journals are removed: a store sees thousands of them. Returns the
+    number of journals forgotten.
+
+    One that said it is gone is forgotten once no checkpoint mentions it. One that was killed might
+    only be idle, and go on in its next journal: it is forgotten FORGET_MS after its journals were
+    first found to be removed, which they are only when checkpoints cover them. Should it live after
+    all, its next journal is read a little late (kvfs.follow.follower).
+    """
     whole = list(all_whole(backend, store))
     if not whole:
         return 0
     mentioned = {m.writer_id for c in whole for m in c.marks}
     there = set(backend.names("log"))
-    states = index.journals().values()
-    last = {s.writer_id for s in states if s.ended == LAST and s.writer not in there}
-    gone = [s for s in states if s.writer_id in last and s.writer_id not in mentioned]
+    states = index.journals()
+    newest = {writer_id: states[writer_id, number] for writer_id, number in sorted(states)}
+    away = {s.writer_id for s in newest.values() if s.writer not in there}
+    over = {w for w in away if newest[w].ended == LAST and w not in mentioned}
+    silent = {w for w in away if newest[w].ended != LAST}
 
-    def forget(applier: Applier) -> None:
-        for s in gone:
-            applier.txn.delete(JOURNALS + s.writer_id + s.number.to_bytes(4, "big"))
+    def forget(applier: Applier) -> int:
+        gone = over | set(_long_away(applier, silent, now_ms))
+        rows = [key for key in states if key[0] in gone]
+        for writer_id, number in rows:
+            applier.txn.delete(JOURNALS + writer_id + number.to_bytes(4, "big"))
+        return len(rows)
 
-    if gone:
-        index.write(forget)
-    return len(gone)
+    known = index.query(lambda a: {bytes(k[len(_AWAY) :]) for k, _ in scan(a.txn, _AWAY)})
+    return index.write(forget) if over or silent or known else 0
+
+
+def _long_away(applier: Applier, silent: set[bytes], now_ms: int) -> Iterator[bytes]:
+    """Those of some writers that have been away for long; notes since when the others are."""
+    since = {bytes(k[len(_AWAY) :]): U64.unpack(v)[0] for k, v in scan(applier.txn, _AWAY)}
+    for writer_id in silent - since.keys():
+        applier.txn.put(_AWAY + writer_id, U64.pack(now_ms))
+    for writer_id, ms in since.items():
+        over = writer_id in silent and now_ms - ms >= FORGET_MS
+        if over or writer_id not in silent:
+            applier.txn.delete(_AWAY + writer_id)
+        if over:
+            yield writer_id

@@ -453,6 +453,71 @@ def test_a_writer_that_rolls_is_found_by_a_new_host_after_its_first_journals_wen
     writer.kill()
 
 
+def tidied(host: Stock) -> int:
+    store = host.store
+    return tidy(store.backend, store.index, store.uuid, store.now_ms())
+
+
+def test_writers_that_were_killed_are_forgotten_after_a_month(stock: Stock) -> None:
+    """Nothing is read twice for it, nothing is lost; one that was only idle is found again."""
+    fleet = Fleet(stock.store, stock.ns)
+    killed = [fleet.writer() for _ in range(20)]
+    for writer in killed:
+        writer.publish(*fleet.run(writer, 2))
+    idle = killed[0]
+    b = other(stock, "b")
+    for days in (1, 1, 1, 1, 10, 15, 5):
+        stock.clock.now += days * DAY
+        write(stock)
+        cleaned(stock)
+        for host in (stock, b):
+            host.store.catch_up()
+            assert days == 5 or tidied(host) == 0
+            assert len(host.store.index.journals()) >= 20
+    assert {w.name for w in killed}.isdisjoint(os.listdir(stock.full("log")))
+    for host in (stock, b):
+        assert tidied(host) >= 20 and tidied(host) == 0
+        assert len(host.store.index.journals()) <= 3
+        assert host.store.index.counters()["blocks"] == 40
+    stock.clock.now += 60
+    write(stock)
+    c = other(stock, "c")
+    same(stock, b, c)
+    idle.roll(sealed=True)
+    idle.now_ms = stock.store.now_ms()
+    idle.publish(*fleet.run(idle, 4))
+    for host in (stock, b, c):
+        host.store.catch_up()
+        assert host.store.index.counters()["blocks"] == 40  # its first journal may come yet
+    stock.clock.now += 700
+    for host in (stock, b, c):
+        host.store.catch_up()
+        host.store.catch_up()
+        assert host.store.index.counters()["blocks"] == 44
+    same(stock, b, c)
+    for writer in killed:
+        writer.kill()
+
+
+def test_a_journal_that_shows_before_the_one_in_front_waits_for_it(stock: Stock) -> None:
+    fleet = Fleet(stock.store, stock.ns)
+    writer = fleet.writer()
+    writer.publish(*fleet.run(writer, 2))
+    writer.roll()
+    writer.publish(*fleet.run(writer, 3))
+    first = stock.full(journal_path(writer.name, 0))
+    os.rename(first, f"{first}.late")
+    b = other(stock, "b")
+    b.store.catch_up()
+    stock.clock.now += 60
+    b.store.catch_up()
+    assert b.store.index.counters().get("blocks", 0) == 0
+    os.rename(f"{first}.late", first)
+    b.store.catch_up()
+    assert b.store.index.counters()["blocks"] == 5
+    writer.kill()
+
+
 def test_writers_that_are_gone_for_good_are_forgotten(stock: Stock) -> None:
     fleet = Fleet(stock.store, stock.ns)
     for _ in range(50):
@@ -466,7 +531,7 @@ def test_writers_that_are_gone_for_good_are_forgotten(stock: Stock) -> None:
         cleaned(stock)
         for host in (stock, b):
             host.store.catch_up()
-            tidy(host.store.backend, host.store.index, host.store.uuid)
+            tidied(host)
     for host in (stock, b):
         assert len(host.store.index.journals()) <= 3
     assert len(newest(stock.store.backend, stock.store.uuid).marks) <= 3  # type: ignore[union-attr]
@@ -481,7 +546,7 @@ def test_an_absent_mount_makes_no_host_forget(stock: Stock) -> None:
     os.makedirs(stock.store.path)
     before = contents(stock)
     stock.store.catch_up()
-    tidy(stock.store.backend, stock.store.index, stock.store.uuid)
+    tidied(stock)
     assert contents(stock) == before and stock.store.index.journals()
     os.rmdir(stock.store.path)
     os.rename(f"{stock.store.path}.away", stock.store.path)
