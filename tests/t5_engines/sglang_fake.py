@@ -115,7 +115,7 @@ def load() -> types.SimpleNamespace:
     """The modules of the backend, with this in SGLang's place unless SGLang is there."""
     if "sglang" not in sys.modules and importlib.util.find_spec("sglang") is None:
         _install()
-    names = {"backend": "kvfs.connectors.sglang", "link": "kvfs.connectors.sglang_link",
+    names = {"backend": "kvfs.connectors.sglang", "link": "kvfs.connectors.keyed_link",
              "storage": "sglang.srt.mem_cache.hicache_storage"}  # fmt: skip
     return types.SimpleNamespace(**{k: importlib.import_module(v) for k, v in names.items()})
 
