@@ -80,8 +80,12 @@ class Stock:
 
     def another(self, **options: Any) -> Stock:
         """Opens the same store once more, beside this one; with an index that is not this host's,
-        by the other mount of a pretended 3FS."""
-        path = other_mount(self.store.path) if "index" in options else self.store.path
+        by the other mount of a pretended 3FS, on which no index may lie: it goes beside ours."""
+        index, path = options.get("index"), self.store.path
+        if index is not None:
+            path = other_mount(path)
+            if filesystem_type(index) == FILE_SYSTEM:
+                options["index"] = f"{default_root()}.{os.path.basename(index)}"
         store = Store.open(path, clock=self.clock, **options)
         self.opened.append(store)
         ns = store.namespace(self.ns.nsid)

@@ -469,7 +469,7 @@ def test_what_another_host_takes_while_it_is_checked_is_no_damage(
     stock: Stock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is published there, removed after the grace, and not followed here yet."""
-    host = stock.another(index=f"{stock.store.path}.host")
+    host = stock.elsewhere("host")
     stock.put(A, ttl_class="agent")
     stock.put(B)
     index = stock.store.index
