@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.backend import PosixBackend
+from kvfs.backend.select import open_backend
 from kvfs.fetch import FetchResult
 from kvfs.gc.collector import Collector
 from kvfs.limits import Limits
@@ -34,7 +34,7 @@ STEP_SECONDS = 5.0
 def stock(store_dir: Path) -> Iterator[Stock]:
     """The grace is 10 min; the prompt lies in many runs and segments, with room that is wasted."""
     made = Stock.make(
-        store_dir, backend=FaultyBackend(PosixBackend(str(store_dir))), grace_seconds=600.0,
+        store_dir, backend=FaultyBackend(open_backend(str(store_dir))), grace_seconds=600.0,
         segment_bytes=64 << 10,
     )  # fmt: skip
     for end in range(24, len(PROMPT) + 1, 24):
@@ -110,6 +110,7 @@ def test_what_is_copied_forward_while_it_is_fetched_is_whole_within_the_grace(
     assert stock.good(PROMPT) == BLOCKS
 
 
+@pytest.mark.posix("what is removed elsewhere is there for seconds by name, for minutes if open")
 @pytest.mark.parametrize("removed_is", ["there", "stale", "short", "zeros"])
 def test_a_fetch_that_outlasts_the_grace_is_a_shorter_prefix(
     stock: Stock, removed_is: str, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +124,7 @@ def test_a_fetch_that_outlasts_the_grace_is_a_shorter_prefix(
     assert stock.store.check(stock.ns, PROMPT).hit_blocks == 0  # it has expired
 
 
+@pytest.mark.posix("what is removed elsewhere is there for seconds by name, for minutes if open")
 def test_what_is_lost_to_a_slow_fetch_is_found_where_it_was_copied_to(
     stock: Stock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
