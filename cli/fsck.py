@@ -19,8 +19,9 @@ MANUAL = {
     short, missing, unreadable, index
     warning -- something is wrong that no read needs. Kinds: padding, gap, header, footer,
     journal, checkpoint, untold
-    note -- normal, and worth knowing. Kinds: orphan, unsealed, dropped, duplicate, newer,
-    strange, behind
+    note -- normal, and worth knowing. Kinds: orphan, unsealed, dropped, duplicate (a second file
+    of a segment), copy (blocks that two writers stored at once), hole (blocks that no check
+    reaches, since the one before them is not there), newer, strange, behind
     """,
     "Repair": """
     Damaged records, and all that follows them, are taken out of sight on every host, as are

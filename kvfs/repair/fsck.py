@@ -1,10 +1,11 @@
 """FSCK: reads everything and says what is wrong, where, and what it costs; with repair drops it.
 
 Verified are the rows of the index against each other, every visible record (kvfs.scan.audit), and
-that index, journals and segment files tell the same story. A repair takes bad records, and what
-follows them, out of sight on every host (CUT entries in the journal), and segments whose files are
-gone (DROP); an index that contradicts itself is rebuilt. Sound data is never removed, a file never
-changed, and what may only be out of reach (a segment that cannot be opened) is left alone.
+that index, journals, checkpoints and segment files tell the same story. A repair takes bad records,
+and what follows them, out of sight on every host (CUT entries in the journal), and segments whose
+files are gone (DROP); an index that contradicts itself is rebuilt. Sound data is never removed, a
+file never changed, and what may only be out of reach (a segment that cannot be opened) is left
+alone.
 
 The store may be in use meanwhile: what vanished or came while it was looked at is no finding. So
 before bad records and missing files are believed, the journals of the other hosts are followed.
@@ -13,13 +14,13 @@ Blocking; one thread and a helper that reads ahead.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvfs.config import check_alive
 from kvfs.errors import FormatError
-from kvfs.follow.checkpoint import read_entries
+from kvfs.follow.checkpoint import all_whole, read_entries
 from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, SegmentEntry
 from kvfs.gc.expiry import QUIET_MS, Expiry
 from kvfs.index.index import FIRST_FRAME
@@ -27,6 +28,7 @@ from kvfs.index.schema import DROPPED, LIVE, Run, Segment
 from kvfs.index.soundness import index_faults
 from kvfs.namespace import Namespace
 from kvfs.removal import cuts_for
+from kvfs.repair.chains import holes, second_copies
 from kvfs.repair.rebuild import base_of, broken_checkpoints, rebuild, shapes
 from kvfs.scan.audit import Audit, SegmentAudit
 from kvfs.scan.findings import Finding, Report
@@ -107,6 +109,7 @@ class _Fsck:
         self._check_segments()
         told = self._check_journals()
         self._compare(told)
+        self._check_chains()
         self._check_files(told)
         if repair:
             self._repair(force)
@@ -220,14 +223,16 @@ class _Fsck:
         for path in broken_checkpoints(self.store):
             self._add("checkpoint", path, "not whole: it is passed over")
         base = base_of(self.store)
-        if base is None:
-            return
-        told.checkpoint = True
-        try:
-            for entry in read_entries(self.backend, base, self.store.uuid):
-                told.note(entry)
-        except (OSError, FormatError) as e:
-            self._add("checkpoint", base.path, _reason(e, base.path))
+        told.checkpoint = base is not None
+        for whole in all_whole(self.backend, self.store.uuid):
+            try:
+                for entry in read_entries(self.backend, whole, self.store.uuid):
+                    if base is not None and whole.path == base.path:
+                        told.note(entry)
+            except FileNotFoundError:
+                continue
+            except (OSError, FormatError) as e:
+                self._add("checkpoint", whole.path, _reason(e, whole.path))
 
     def _compare(self, told: _Told) -> None:
         """Runs that index or footers hold and no journal tells of: another host, or a rebuild from
@@ -249,6 +254,25 @@ class _Fsck:
             if lost and not told.checkpoint:
                 self._add("untold", segment.path, f"{len(lost)} runs of its footer are in no "
                           "journal", blocks=sum(r.count for r in lost))  # fmt: skip
+
+    def _check_chains(self) -> None:
+        """What is sound and of no use: each segment of it is told once."""
+        found: Counter[int] = Counter()
+        for ns in self._namespaces.values():
+            for run in holes(self.store.index, ns, self.now_ms):
+                found[run.seg] += run.count
+        by_number = {s.number: s for s in self._live.values()}
+        for number, blocks in found.items():
+            if number in by_number:
+                text = f"{blocks} blocks that no check reaches: the one before them is not there"
+                self._add("hole", by_number[number].path, text)
+        for segment in self._live.values():
+            footer = self._footers.get(segment.segment, ())
+            told = [r for r in footer if (r.slot, r.count) not in self._visible[segment.segment]]
+            copies = second_copies(self.store.index, segment, told, self.now_ms) if told else 0
+            if copies:
+                text = f"{copies} blocks are in another segment as well, and shown from there"
+                self._add("copy", segment.path, text)
 
     # files
 

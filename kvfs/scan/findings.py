@@ -30,6 +30,8 @@ KINDS = {
     "orphan": NOTE,  # a segment that neither index nor journals know
     "unsealed": NOTE,  # a segment whose writer died before it wrote a footer
     "dropped": NOTE,  # the file of a dropped segment, which gc will remove
+    "hole": NOTE,  # runs that no check reaches: the block before them is not there
+    "copy": NOTE,  # blocks that are stored in another segment as well, and shown from there
     "duplicate": NOTE,  # a second file of the same segment
     "newer": NOTE,  # a file of a version this code does not read yet
     "strange": NOTE,  # a file that is no segment of this store

@@ -36,6 +36,7 @@ from kvfs.put import Putter
 from kvfs.removal import heard_ms, removals_for
 from kvfs.segment_writer import Written
 from kvfs.testing.blocks import small_identity
+from kvfs.under_way import UnderWay
 
 IDENTITY = small_identity(block_tokens=1, row_bytes=16)
 TTL = TtlClass("short", 100)
@@ -52,6 +53,7 @@ class Paper:
         self.room = 1000
         self._slot = 0
         self.number = 0
+        self.under_way = UnderWay()
 
     def now_ms(self) -> int:
         return self.host.now

@@ -30,7 +30,7 @@ from kvfs.testing.stock import START, Stock, tokens
 BLOCK = 4
 ROUNDS, WRITERS = 50, 4
 # What the killed leave behind; none of it is lost or wrong.
-LEFT_BEHIND = {"unsealed", "orphan", "strange"}
+LEFT_BEHIND = {"unsealed", "orphan", "strange", "copy", "hole"}
 
 Prompt = tuple[int, ...]
 

@@ -16,6 +16,7 @@ import pytest
 
 from kvfs.backend.select import open_backend
 from kvfs.errors import NoStoreError
+from kvfs.follow import checkpoint
 from kvfs.gc.collector import Collector
 from kvfs.index.schema import CHILDREN, scan_copies
 from kvfs.index.soundness import index_faults
@@ -415,6 +416,55 @@ def test_orphans_copies_and_strangers(stock: Stock) -> None:
     rebuild(stock.store, source="segments")
     assert stock.sound(A) == 10
     assert kinds(fsck(stock.store))["journal"] == 1  # none is left
+
+
+def test_what_was_stored_twice(stock: Stock, tmp_path: Path) -> None:
+    """Two writers at once: each host shows one copy, and the other takes room."""
+    other = stock.another(index=str(tmp_path / "other"))
+    stock.put(A)
+    other.put(A[:24])
+    other.put(B)
+    other.store.close()
+    stock = stock.again()
+    report = fsck(stock.store)
+    assert kinds(report) == {"copy": 1} and report.exit_code == 0
+    assert "6 blocks are in another segment" in only(report).detail
+    stock.store.remove(stock.ns, A)
+    assert kinds(fsck(stock.store)) == {}
+
+
+def test_a_hole_in_a_chain(stock: Stock, tmp_path: Path) -> None:
+    """What follows is sound, but nobody can find it before its beginning is stored again."""
+    long = tokens(5, 40, after=A)
+    stock.put(A, ttl_class="agent")
+    stock.clock.now += DAY
+    stock.put(long, ttl_class="agent")
+    (first, _) = stock.store.check(stock.ns, long).extents
+    assert kinds(fsck(stock.store)) == {}
+    plan = stock.store.check(stock.ns, A)
+    assert stock.store.report_bad(stock.ns, plan, A, 4)
+    report = fsck(stock.store)
+    assert kinds(report) == {"hole": 1} and not report.damaged
+    assert "10 blocks that no check reaches" in only(report).detail
+    stock.put(A)
+    assert kinds(fsck(stock.store)) == {"copy": 1} or stock.sound(long) == 20
+
+
+def test_every_checkpoint_is_read(stock: Stock) -> None:
+    stock.put(A)
+    paths = []
+    for _ in range(2):
+        made = checkpoint.write(
+            stock.store.backend, stock.store.index, "host", stock.store.now_ms()
+        )
+        paths.append(made.path)
+        stock.clock.now += 60
+    assert kinds(fsck(stock.store)) == {}
+    flip(stock.full(paths[0]), 200)
+    finding = only(fsck(stock.store))
+    assert (finding.kind, finding.path) == ("checkpoint", paths[0])
+    flip(stock.full(paths[1]), os.path.getsize(stock.full(paths[1])) - 3)
+    assert kinds(fsck(stock.store)) == {"checkpoint": 2}
 
 
 def test_a_writer_that_was_killed(stock: Stock) -> None:
