@@ -122,7 +122,7 @@ class Workers:
             try:
                 stretch = self.core.take(IDLE_SECONDS)
                 if stretch is not None:
-                    me.stretch, me.since = stretch, time.monotonic()
+                    me.since, me.stretch = time.monotonic(), stretch  # in this order: see below
                     records, end = self._load(stretch)
                     me.stretch, me.since = None, 0.0
                     self._read.put((stretch, records, end))
@@ -222,7 +222,9 @@ class Workers:
         with self._lock:
             for reader in list(self._readers):
                 stretch, since = reader.stretch, reader.since
-                if reader.lost or stretch is None or now - since < self.lost_seconds:
+                if reader.lost or stretch is None or not since:
+                    continue
+                if now - since < self.lost_seconds:
                     continue
                 if sum(r.lost for r in self._readers) >= MOST_LOST:
                     break
