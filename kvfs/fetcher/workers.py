@@ -122,7 +122,8 @@ class Workers:
             try:
                 stretch = self.core.take(IDLE_SECONDS)
                 if stretch is not None:
-                    me.since, me.stretch = time.monotonic(), stretch  # in this order: see below
+                    # In this order: a stretch with an old time would be taken for lost.
+                    me.since, me.stretch = time.monotonic(), stretch
                     records, end = self._load(stretch)
                     me.stretch, me.since = None, 0.0
                     self._read.put((stretch, records, end))
@@ -137,14 +138,14 @@ class Workers:
 
     def _load(self, stretch: Stretch) -> tuple[int, _End | None]:
         """Reads a stretch. Returns how many whole records came, and why not all."""
-        if not stretch.refs and self.core.give_up(stretch):
-            return 0, ("cancelled", False)
-        view, stride = stretch.memory(self.core.arena), stretch.stride
         try:
+            if not stretch.refs and self.core.give_up(stretch):
+                return 0, ("cancelled", False)
+            view = stretch.memory(self.core.arena)
             with self.files.use(stretch.path) as file:
                 got = self._fill(file, view, stretch.place)
         except ReadCut as e:
-            return e.read // stride, self._failed(e)
+            return e.read // stretch.stride, self._failed(e)
         except OSError as e:
             return 0, self._failed(e)
         except Exception:  # nor a request more than its time: it ends as a miss
@@ -153,7 +154,7 @@ class Workers:
         if got == len(view):
             return stretch.count, None
         self.files.forget(stretch.path)
-        return got // stride, ("short read", True)
+        return got // stretch.stride, ("short read", True)
 
     def _fill(self, file: OpenFile, view: memoryview, at: int) -> int:
         """Fills a view from a file; returns the bytes read. Raises OSError.
