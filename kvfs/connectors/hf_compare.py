@@ -29,7 +29,7 @@ from transformers import DynamicCache
 from kvfs.connectors import hf_copy, hf_replay
 from kvfs.connectors.hf_layout import CacheLayout, forward
 from kvfs.connectors.transformers import CacheStore, digest_weights
-from kvfs.errors import InputError
+from kvfs.errors import InputError, KvfsError
 from kvfs.state.slot import META_BYTES
 from kvfs.store import Store
 
@@ -190,14 +190,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, an object for each way")
     chosen = parser.parse_args(arguments)
     model = _model(chosen.directory, chosen.random)
-    ids = _prompt(chosen, model)
+    try:
+        for found in _compare_in_a_new_store(model, _prompt(chosen, model)):
+            print(json.dumps(asdict(found)) if chosen.json else "\n".join(_lines(found)))
+    except KvfsError as e:
+        parser.error(str(e))
+
+
+def _compare_in_a_new_store(model: Any, input_ids: Any) -> Iterator[Comparison]:
     with (
         tempfile.TemporaryDirectory(prefix="kvfs-compare-") as work,
         Store.init(f"{work}/store", index=f"{work}/index", durability="none") as store,
     ):
         cs = CacheStore(store, model, weights=digest_weights(model), tokenizer="-")
-        for found in compare(cs, ids):
-            print(json.dumps(asdict(found)) if chosen.json else "\n".join(_lines(found)))
+        yield from compare(cs, input_ids)
 
 
 def _model(directory: str, random: bool) -> Any:

@@ -125,3 +125,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert [one["way"] for one in found] == ["state", "exact", "window"]
     assert [layer["exact"] for layer in found[2]["layers"]] == [True, False]
+    with pytest.raises(SystemExit, match="2"):
+        hf_compare.main([str(tmp_path), "--random", "--tokens", "5"])
+    assert "5 tokens: one block of 128 and one more" in capsys.readouterr().err
