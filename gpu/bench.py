@@ -35,7 +35,7 @@ from kvfs.gpu.found import look
 from kvfs.gpu.host_memory import HostBuffer, Landed
 from kvfs.gpu.paged import PagedLayout
 from kvfs.gpu.strategies import Strategy
-from kvfs.gpu.streams import CpuDevice, CpuEvent, CpuStream, CudaDevice, Event, Stream, Work
+from kvfs.gpu.streams import CpuDevice, CudaDevice
 from kvfs.gpu.swap_in import Swapper
 from kvfs.layout import Identity, Span
 from kvfs.record import Shape
@@ -121,7 +121,7 @@ def _control_of_batches(runs: int) -> Row:
     identity = sixty_layers()
     tensors, real = pages(identity, BLOCKS), Batch()
     strategy = Batch(_Nobody()) if real.problem(PagedLayout(tensors, identity)) else real
-    device = None if strategy is real else _AtOnce()
+    device = None if strategy is real else CpuDevice(inline=True)
     with Swapper(tensors, identity, strategy=strategy, device=device) as swapper:
         seconds = _enqueued(swapper, identity, runs)
     return Row(
@@ -155,32 +155,6 @@ class _Nobody:
     def batch(self, sources: Any, targets: Any, size: int) -> None: ...
 
     def rectangle(self, *where: int) -> None: ...
-
-
-class _AtOnceStream(CpuStream):
-    """Does what is submitted in the thread that submits it, as a GPU's streams do."""
-
-    def __init__(self) -> None:
-        """Has no thread."""
-
-    def submit(self, work: Work) -> None:
-        work.attempt()
-
-    def record(self) -> Event:
-        event = CpuEvent()
-        event.set()
-        return event
-
-    def wait_for(self, event: Event) -> None:
-        event.wait()
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-
-class _AtOnce(CpuDevice):
-    def stream(self) -> Stream:
-        return _AtOnceStream()
 
 
 def _calls(layout: PagedLayout, runs: int) -> float:

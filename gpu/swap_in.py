@@ -51,16 +51,16 @@ class Swapper:
     def __init__(
         self, tensors: Tensors, row: RowLayout, *,
         groups: Mapping[tuple[int, str], int] | None = None, strategy: Strategy | None = None,
-        device: Device | None = None,
+        device: Device | None = None, inline: bool = False,
     ) -> None:  # fmt: skip
         """tensors: (layer, part) -> uint8 [pages, page bytes], views of the engine's memory for
         every span of the row; row: an identity; groups: which block table a part goes by, as for
         PagedLayout; strategy: None for the one that measures best; device: None for the one the
-        tensors are on. Raises InputError for tensors that do not fit, and ConfigError if no
-        strategy works.
+        tensors are on; inline: on a CPU, copy in the thread that enqueues. Raises InputError for
+        tensors that do not fit, and ConfigError if no strategy works.
         """
         self.layout = PagedLayout(tensors, row, groups)
-        self.device = device or device_of(self.layout.parts[0].pages)
+        self.device = device or device_of(self.layout.parts[0].pages, inline=inline)
         self.choice: Choice | None = None
         """What was measured; None if the strategy was given."""
         if strategy is None:
@@ -85,6 +85,10 @@ class Swapper:
         pages before has finished there; None for what the calling thread has enqueued so far.
         """
         return SwapIn(self, plan, ticket, block_table, after or self.device.fence())
+
+    def load(self, plan: Any, ticket: Any, block_table: Sequence[Any]) -> SwapIn:
+        """The same in the calling thread, for who has nothing else to do: all is done on return."""
+        return SwapIn(self, plan, ticket, block_table, self.device.fence(), threaded=False)
 
     def swap_out(
         self, block_table: Sequence[Any], buffer: Any = None, after: Event | None = None
@@ -117,9 +121,9 @@ class SwapIn:
 
     def __init__(
         self, swapper: Swapper, plan: Any, ticket: Any, block_table: Sequence[Any],
-        after: Event | None,
+        after: Event | None, *, threaded: bool = True,
     ) -> None:  # fmt: skip
-        """For Swapper.swap_in."""
+        """For Swapper.swap_in and Swapper.load."""
         self._swapper = swapper
         self._ticket = ticket
         self._after = after
@@ -137,6 +141,9 @@ class SwapIn:
         self._arena: int | None = None
         self.control_seconds = 0.0
         """CPU time of the thread from plan to enqueued copies, without waiting for the fetch."""
+        if not threaded:
+            self._run(plan, block_table)
+            return
         self._thread = threading.Thread(
             target=self._run, args=(plan, block_table), name="kvfs-swap-in", daemon=True
         )

@@ -285,7 +285,7 @@ class Loader:
             return
         n, size = self.memory.per_block, len(row)
         pages = list(seq.block_table)[block * n : (block + 1) * n]
-        swap = self.swapper.swap_in(_One(), Landed(row, size, size, 1), pages)
+        swap = self.swapper.load(_One(), Landed(row, size, size, 1), pages)
         if swap.finish() != 1:
             log.warning("%s: block %d keeps what the replay computed", seq.request_id, block)
 

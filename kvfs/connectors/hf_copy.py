@@ -99,8 +99,8 @@ def _swap_in(
     ]
     ticket = Landed(rows.view(-1).numpy(), layout.row_bytes, layout.row_bytes, blocks)
     row = Spans(spans, layout.row_bytes)
-    with Swapper(pages, row, groups=groups, strategy=strategy) as swapper:
-        swap = swapper.swap_in(_All(blocks), ticket, tables)
+    with Swapper(pages, row, groups=groups, strategy=strategy, inline=True) as swapper:
+        swap = swapper.load(_All(blocks), ticket, tables)
         if swap.finish() < blocks:
             raise RuntimeError(swap.reason)
 
