@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 
 from kvfs.backend.select import open_backend
 from kvfs.errors import KvfsError
-from kvfs.gc.collector import Collector
+from kvfs.gc import folding
+from kvfs.gc.collector import Collector, GcResult
 from kvfs.limits import Limits
 from kvfs.repair.fsck import fsck
 from kvfs.store import Store
-from kvfs.testing.faults import CutAt, Fail, FaultyBackend, Short
+from kvfs.testing.faults import CutAt, Fail, FaultyBackend, Rule, Short
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import Clock, Stock, tokens
 
@@ -58,33 +60,91 @@ def sound(stock: Stock) -> None:
     assert index_faults(stock.store.index) == []
 
 
-SITES = [
-    ("create", "seg/*"), ("writev", "seg/*"), ("sync", "seg/*"), ("truncate", "seg/*"),
-    ("create", "log/*"), ("writev", "log/*"), ("sync", "log/*"), ("unlink", "seg/*"),
-    ("readv", "seg/*"), ("open", "seg/*"), ("size", "seg/*"), ("names", "seg*"),
+WRITES = [
+    ("create", "seg/*"), ("writev", "seg/*"), ("write_behind", "seg/*"),
+    ("sync", "seg/*"), ("truncate", "seg/*"), ("unlink", "seg/*"), ("remove_tree", "seg/*"),
+    ("remove_empty", "seg/*"), ("create", "log/*"), ("writev", "log/*"), ("sync", "log/*"),
+    ("unlink", "log/*"), ("remove_empty", "log/*"), ("create", "ckpt/*"), ("writev", "ckpt/*"),
+    ("sync", "ckpt/*"), ("unlink", "ckpt/*"), ("put_new", "gc.lease"), ("replace", "gc.lease"),
+    ("unlink", "gc.lease"), ("replace", "gc.last"),
 ]  # fmt: skip
+READS = [("readv", "seg/*"), ("open", "seg/*"), ("size", "seg/*"), ("names", "seg*")]
+DAY = 86_400.0
+STEPS = (1, 1, 2.2 * DAY, 1, 1.2 * DAY, 1.2 * DAY, 1.2 * DAY)
+"""Seconds in front of each pass, in all less than the time to live of what must be there at the
+end. Files go one by one on their own day, later the day's directory as a whole."""
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize(("op", "path"), SITES)
-def test_an_error_at_every_site(store_dir: Path, op: str, path: str, error: int) -> None:
-    faults = FaultyBackend(open_backend(str(store_dir)))
-    stock, kept = worn(store_dir, durability="batch", grace_seconds=0.0, backend=faults)
-    for nth in (1, 2, 5):
-        faults.on(op, path, nth=nth, do=Fail(error))
-        with contextlib.suppress(KvfsError, OSError):
-            Collector(stock.store).run()
-        faults.clear()
+class Spy(FaultyBackend):
+    """Notes which operations were called, and on what."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(open_backend(str(path)))
+        self.seen: set[tuple[str, str]] = set()
+
+    def _call(self, op: str, path: str, run: Any, **about: Any) -> Any:
+        top = path.split("/")[0]
+        self.seen.add((op, f"{top}/*" if "/" in path else top))
+        return super()._call(op, path, run, **about)
+
+
+@pytest.fixture
+def aged(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Stock, Spy, Any]:
+    """A worn store that has all there is for a collector to do, in passes more than a day apart."""
+    monkeypatch.setattr(folding, "FOLD_BYTES", 300)
+    spy = Spy(store_dir)
+    stock, kept = worn(store_dir, durability="batch", grace_seconds=0.0, backend=spy)
+    stock.put(tokens(5000, 40), ttl_class="agent")  # its time is over in between
+    return stock.again(backend=spy), spy, kept
+
+
+def collect(stock: Stock, seconds: float, fail: Callable[[], object] = bool) -> GcResult | None:
+    """A pass after so many seconds, behind a put that journals grow by. It takes so long that the
+    lease has to be prolonged. fail: called before the pass."""
+
+    def on_phase(phase: str) -> None:
+        stock.clock.now += 400
+
+    stock.clock.now += seconds
+    stock.put(tokens(6000 + len(stock.prompts), 80))
+    fail()
+    with contextlib.suppress(KvfsError, OSError):
+        return Collector(stock.store, force=True, on_phase=on_phase).run()
+    return None
+
+
+def test_these_are_all_sites(aged: tuple[Stock, Spy, Any]) -> None:
+    """What a collector changes is in the list above, and it does all that is in the list."""
+    stock, spy, _ = aged
+    spy.seen.clear()
+    for seconds in STEPS:
+        assert collect(stock, seconds) is not None
+    changes = {op for op, _ in WRITES}
+    assert {site for site in spy.seen if site[0] in changes} == set(WRITES)
+    stock.close()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("op", "path"), [*WRITES, *READS])
+def test_an_error_at_every_site(
+    aged: tuple[Stock, Spy, Any], store_dir: Path, op: str, path: str, error: int
+) -> None:
+    stock, spy, kept = aged
+    rules: list[Rule] = []
+    for i, seconds in enumerate(STEPS):
+        nth = 2 if i == 1 else 1
+        collect(stock, seconds, lambda n=nth: rules.append(spy.on(op, path, nth=n, do=Fail(error))))  # type: ignore[misc]
+        spy.clear()
         assert lost(stock, kept) == {}
-    stock.clock.now += 1
-    result = Collector(stock.store).run()
-    stock.clock.now += 1
-    Collector(stock.store).run()
-    assert lost(stock, kept) == {} and result.problems == []
+    assert any(rule.hits for rule in rules), "it was never called"
+    collect(stock, 601)  # a lease that could not be given back has its time
+    result = collect(stock, 1)
+    assert result is not None and result.problems == []
+    assert lost(stock, kept) == {}
     sound(stock)
     again = stock.again()
     assert lost(again, kept) == {}
-    other = again.elsewhere()
+    other = again.another(index=str(store_dir) + ".other")
     assert lost(other, kept) == {}
     stock.close()
 
