@@ -13,15 +13,14 @@ tries again.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvfs.errors import KvfsError
 from kvfs.follow.follower import Followed, Follower, writer_id_of
 from kvfs.follow.history import adopt, note_followed, tidy
 from kvfs.index.index import LAST
+from kvfs.periodic import Periodic
 
 if TYPE_CHECKING:
     from kvfs.store import Store
@@ -47,11 +46,12 @@ class _Pace:
     pause: float
 
 
-class Following:
+class Following(Periodic):
     """Follows the journals of one store in a thread of its own, until `stop`."""
 
     def __init__(self, store: Store, interval: float = INTERVAL_SECONDS) -> None:
         """interval: seconds between looks at a writer that has news."""
+        super().__init__("kvfs-follow", f"following {store.path}", log)
         self.store = store
         self.interval = interval
         self.turns = 0
@@ -61,35 +61,6 @@ class Following:
         self._over: set[str] = set()
         """Writers that ended and were read to the end."""
         self._list_due = self._all_due = self._tidy_due = 0.0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvfs-follow", daemon=True)
-
-    def start(self) -> Following:
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """Ends the thread; what it has applied stays."""
-        self._stopped.set()
-        self._thread.join()
-
-    def __enter__(self) -> Following:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                self.turn()
-            except (KvfsError, OSError) as e:
-                log.warning("following %s: %s", self.store.path, e)
-                self._stopped.wait(1.0)
-            except Exception:  # a bug must not leave this host behind for good
-                log.exception("following %s", self.store.path)
-                self._stopped.wait(1.0)
-            self._stopped.wait(self._until_due())
 
     def turn(self) -> Followed:
         """One turn, on the caller's thread: looks at the writers that are due.
@@ -188,7 +159,7 @@ class Following:
                 pace.pause = min(pace.pause * 1.5, longest)
             pace.due = now + pace.pause
 
-    def _until_due(self) -> float:
+    def pause(self) -> float:
         """Seconds until the next look, at least a tenth of the interval."""
         now = time.monotonic()
         first = min((p.due for p in self._paces.values()), default=now + self.interval)

@@ -17,9 +17,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from kvfs.errors import KvfsError
 from kvfs.index import told as told_of
 from kvfs.peers.pools import Pools
+from kvfs.periodic import Periodic
 from kvfs.state.directory import Directory
 from kvfs.state.slot import Anchor, SlotMeta
 from kvfs.state.slots import SlotPool
@@ -44,13 +44,15 @@ class _Told:
     """The time of the last removal that was heard of."""
 
 
-class Announcer:
-    """Publishes the slots of all pools of this host until it is stopped. A context manager."""
+class Announcer(Periodic):
+    """Publishes the slots of all pools of this host until it is stopped; what was told stays: the
+    slots are still here. A context manager."""
 
     def __init__(
         self, store: Store, pools: Pools, address: str, *, interval: float = INTERVAL_SECONDS
     ) -> None:
         """address: where this host answers for them; interval: seconds between looks."""
+        super().__init__("kvfs-announce", "telling of the slots here", log)
         self._store = store
         self._pools = pools
         self._address = address
@@ -58,36 +60,14 @@ class Announcer:
         self._told: dict[bytes, _Told] = {}
         self._attached = 0.0
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvfs-announce", daemon=True)
-
-    def start(self) -> Announcer:
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """Ends the thread. What was told stays: the slots are still here."""
-        self._stopped.set()
-        self._thread.join()
-
-    def __enter__(self) -> Announcer:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                self.turn()
-            except (KvfsError, OSError) as e:
-                log.warning("telling of the slots here: %s", e)
-            self._stopped.wait(self._interval)
 
     def turn(self) -> int:
         """One look, on the caller's thread. Returns how many slots were told of."""
         with self._lock:
             return self._turn()
+
+    def pause(self) -> float:
+        return self._interval
 
     def _turn(self) -> int:
         now = time.monotonic()

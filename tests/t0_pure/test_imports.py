@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "kvfs.errors kvfs.store_path kvfs.filesystems kvfs.forking",
+        "kvfs.errors kvfs.periodic kvfs.store_path kvfs.filesystems kvfs.forking",
         "kvfs.chain kvfs.keys kvfs.layout kvfs.presets kvfs.geometry",
         "kvfs.arena kvfs.backend kvfs.chain_entries kvfs.frames kvfs.record kvfs.slot_entries",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",

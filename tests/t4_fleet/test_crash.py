@@ -33,7 +33,8 @@ KILLS, BATCH, ALIVE, HOSTS = 500, 50, 6, 3
 ROLES = ("write", "keep", "follow", "write", "keep", "checkpoint")
 # Left by those who were killed; nothing of it is lost or wrong.
 EXPECTED = {
-    "unsealed", "dropped", "orphan", "unfinished", "checkpoint", "behind", "strange", "copy", "hole",
+    "unsealed", "dropped", "orphan", "unfinished", "checkpoint", "behind", "strange", "copy",
+    "hole",
 }  # fmt: skip
 
 # Starts processes by fork, because an interpreter takes longer to start than they live.

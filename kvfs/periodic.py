@@ -1,0 +1,60 @@
+"""A thread that takes one turn after another until it is stopped.
+
+Whoever works in the background does it so: a fault in one turn is logged, and the next turn tries
+again. The thread is a daemon: what it has done stands when the process ends. It belongs to one
+process and does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Self
+
+from kvfs.errors import KvfsError
+
+FAULT_SECONDS = 1.0
+"""So much longer is the pause behind a turn that failed."""
+
+
+class Periodic:
+    """Does what a subclass says in `turn`, with a `pause` between turns. A context manager."""
+
+    def __init__(self, name: str, what: str, log: logging.Logger) -> None:
+        """name: of the thread; what: is done, for the log."""
+        self._what = what
+        self._log = log
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def turn(self) -> object:
+        """One turn, on the caller's thread. Raises KvfsError, OSError."""
+        raise NotImplementedError
+
+    def pause(self) -> float:
+        """Seconds until the next turn."""
+        raise NotImplementedError
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Ends the thread, behind the turn at hand."""
+        self._stopped.set()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self.turn()
+            except (KvfsError, OSError) as e:
+                self._log.warning("%s: %s", self._what, e)
+                self._stopped.wait(FAULT_SECONDS)
+            self._stopped.wait(self.pause())
