@@ -21,6 +21,12 @@ from kvfs.mount import mountinfo
 _SECONDS = 20.0
 
 
+def shared_memory() -> set[str]:
+    """Names of what this user's rings and registered memory are made of, while they have any."""
+    starts = ("hf3fs-iov", *(f"kvfs-{os.geteuid()}-{tag}" for tag in ("iov", "ring")))
+    return {name for name in os.listdir("/dev/shm") if name.startswith(starts)}
+
+
 def may_serve() -> str:
     """Why no stand-in can run here, or ""."""
     if os.geteuid():
