@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _on_3fs(item: pytest.Item) -> bool:
-    fixtures = {"store_dir", "quick_store", "place"} & set(getattr(item, "fixturenames", ()))
+    fixtures = {"store_dir", "quick_store"} & set(getattr(item, "fixturenames", ()))
     return bool(fixtures) and item.get_closest_marker("posix") is None
 
 

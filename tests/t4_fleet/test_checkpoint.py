@@ -458,6 +458,7 @@ def tidied(host: Stock) -> int:
     return tidy(store.backend, store.index, store.uuid, store.now_ms())
 
 
+@pytest.mark.posix("other hosts remember for seconds that a directory was removed")
 def test_writers_that_were_killed_are_forgotten_after_a_month(stock: Stock) -> None:
     """Nothing is read twice for it, nothing is lost; one that was only idle is found again."""
     fleet = Fleet(stock.store, stock.ns)

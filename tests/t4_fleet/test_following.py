@@ -414,7 +414,7 @@ def test_a_block_that_does_not_show_here_yet_is_not_forgotten(
         assert blocks < 10 and reason
         assert host.stored(tokens(1, 40)) == 10
     Path(path).write_bytes(data)
-    host.store.reader().forget(os.path.relpath(path, stock.store.path))
+    host.store.reader().forget(os.path.relpath(path, host.store.path))
     assert host.good(tokens(1, 40)) == 10
     os.truncate(path, 9000)
     stock.clock.now += 61
