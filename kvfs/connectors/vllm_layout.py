@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from kvfs.errors import InputError
+from kvfs.gpu.paged import Spans
+from kvfs.gpu.swap_in import Swapper
 from kvfs.layout import Span
 
 # Classes whose whole meaning is known here. An exact match: a subclass may hold more.
@@ -153,17 +155,15 @@ class Layout:
             rows[:, piece.offset : piece.offset + piece.length].copy_(found)
         return rows
 
-    def scatter(self, piece: Piece, row: Any, table: Sequence[int]) -> None:
-        """Copies one layer of a row into vLLM blocks; NULL_BLOCK in the table: not that one."""
-        pages = self.pages[piece.layer]
-        part = row[piece.offset : piece.offset + piece.length]
-        if pages.device.type == "cpu":
-            pages, part = pages.numpy(), part.numpy()
-        else:
-            part = part.to(pages.device)
-        for i, block in enumerate(table):
-            if block != NULL_BLOCK:
-                pages[block] = part[i * piece.page_bytes : (i + 1) * piece.page_bytes]
+    def swapper(self) -> Swapper:
+        """What copies rows into vLLM's blocks: a block table for each group, holes where a block is
+        not to be loaded."""
+        spans = self.spans()
+        tensors, groups = {}, {}
+        for span, piece in zip(spans, self.pieces, strict=True):
+            tensors[span.layer, span.part] = self.pages[piece.layer]
+            groups[span.layer, span.part] = piece.group
+        return Swapper(tensors, Spans(spans, self.row_bytes), groups=groups, inline=True)
 
 
 def _gather_here(pages: Any, table: Sequence[int], rows: Any, piece: Piece) -> None:

@@ -1,10 +1,10 @@
 """The worker's half of the vLLM connector: blocks into the KV cache and out of it.
 
-Loads run on one thread, layer after layer, while the requests they are for are parked and others
-are computed; saves are copied to host memory within the step and stored on another thread. A save
-never makes a load wait: while loads are under way puts are held back, and what does not fit into
-the memory for saves is not stored. Nothing raises into the engine: a load that did not bring every
-block verified is a failed one, and vLLM computes the tokens.
+Loads run on one thread, by the swap-in of kvfs.gpu, while the requests they are for are parked and
+others are computed; saves are copied to host memory within the step and stored on another thread. A
+save never makes a load wait: while loads are under way puts are held back, and what does not fit
+into the memory for saves is not stored. Nothing raises into the engine: a load that did not bring
+every block verified is a failed one, and vLLM computes the tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import logging
 import queue
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +24,8 @@ from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, WorkerNews
 from kvfs.connectors.vllm_settings import Settings
 from kvfs.errors import KvfsError
 from kvfs.fetcher.engine import Fetcher
+from kvfs.gpu.host_memory import Landed
+from kvfs.gpu.paged import HOLE
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
@@ -35,6 +34,12 @@ from kvfs.store import Store
 log = logging.getLogger(__name__)
 _HOLD_SECONDS = 1.0
 """Puts are held back so long at most, however many loads there are."""
+
+
+class _Hit(NamedTuple):
+    """What a swap-in needs of a plan: up to which block vLLM counts on it."""
+
+    hit_blocks: int
 
 
 class WorkerSide:
@@ -50,6 +55,7 @@ class WorkerSide:
         self.identity = identity
         self.layout = layout
         self._fetcher = fetcher
+        self._swapper = layout.swapper()
         self._lock = threading.Lock()
         self._stats = KvfsStats()
         self._news = WorkerNews()
@@ -157,14 +163,16 @@ class WorkerSide:
         if plan is None:
             return False
         hasher = ns.hasher(load.tokens)
-        with self._rows(ns, plan, hasher, first, end) as rows:
-            if len(rows) < end - first:
-                return False
-            self._scatter(load, first, rows)
+        ticket = self._ticket(ns, plan, hasher, first, end)
+        swap = self._swapper.load(_Hit(end), ticket, self._tables(load, first, end))
+        good = swap.finish()
+        if good < end - first:
+            log.info("%s: block %d: %s", ns.name, first + good, swap.reason)
+            return False
         if self._fetcher is not None:
             self.store.note_hit(ns, plan, hasher)
         self._count("load_bytes", (end - first) * self.layout.row_bytes)
-        return self._whole
+        return True
 
     def _blocks(self, load: Load) -> tuple[int, int]:
         """The kvfs blocks of which anything is loaded."""
@@ -176,38 +184,30 @@ class WorkerSide:
         ]
         return min(starts), end
 
-    @contextmanager
-    def _rows(
-        self, ns: Namespace, plan: Plan, hasher: PrefixHasher, first: int, end: int
-    ) -> Iterator[list[Any]]:
-        """The rows of blocks first..end-1 that came and are verified, as uint8 tensors.
+    def _ticket(self, ns: Namespace, plan: Plan, hasher: PrefixHasher, first: int, end: int) -> Any:
+        """Blocks first..end-1 on their way, or read in this process."""
+        if self._fetcher is not None:
+            return self._fetcher.fetch(
+                ns, plan, hasher, deadline=self.settings.fetch_seconds, first=first,
+                blocks=end - first,
+            )  # fmt: skip
+        into = torch.empty(end * ns.row_bytes, dtype=torch.uint8).numpy()
+        got = self.store.fetch(ns, plan, hasher, into, blocks=end)
+        if not got.complete:
+            log.info("%s: block %d: %s", ns.name, got.blocks, got.reason)
+        rows = into[first * ns.row_bytes :]
+        return Landed(rows, ns.row_bytes, ns.row_bytes, max(0, got.blocks - first), first=first)
 
-        Sets `_whole` at the end: they were there for as long as they were looked at.
-        """
-        self._whole = True
-        if self._fetcher is None:
-            into = torch.empty(end * ns.row_bytes, dtype=torch.uint8)
-            got = self.store.fetch(ns, plan, hasher, into.numpy(), blocks=end)
-            if not got.complete:
-                log.info("%s: block %d: %s", ns.name, got.blocks, got.reason)
-            yield list(into.view(end, ns.row_bytes)[first : got.blocks])
-            return
-        with self._fetcher.fetch(
-            ns, plan, hasher, deadline=self.settings.fetch_seconds, first=first,
-            blocks=end - first,
-        ) as ticket:  # fmt: skip
-            good = ticket.wait()
-            if good < end - first:
-                log.info("%s: block %d: %s", ns.name, first + good, ticket.reason)
-            yield [_tensor(ticket.payload(first + i)) for i in range(good)]
-            self._whole = ticket.held
-
-    def _scatter(self, load: Load, first: int, rows: list[Any]) -> None:
-        for piece in self.layout.pieces:
-            table = load.tables[piece.group]
-            for i, row in enumerate(rows):
-                slots = self.layout.slots(piece.group, first + i)
-                self.layout.scatter(piece, row, table[slots.start : slots.stop])
+    def _tables(self, load: Load, first: int, end: int) -> list[list[int]]:
+        """For each group, the vLLM blocks of blocks first..end-1; holes where none is wanted."""
+        out = []
+        for group, table in enumerate(load.tables):
+            wanted = range(
+                self.layout.slots(group, first).start, self.layout.slots(group, end).start
+            )
+            given = (table[i] if i < len(table) else NULL_BLOCK for i in wanted)
+            out.append([HOLE if block == NULL_BLOCK else block for block in given])
+        return out
 
     # saving
 
@@ -266,14 +266,10 @@ class WorkerSide:
             thread.join(max(0.1, until - time.monotonic()))
         if self._fetcher is not None:
             self._fetcher.close()
+        if not self._threads[0].is_alive():
+            self._swapper.close()
         if not any(thread.is_alive() for thread in self._threads):
             try:
                 self.store.close()
             except KvfsError as e:
                 log.warning("%s: %s", self.store.path, e)
-
-
-def _tensor(payload: memoryview) -> Any:
-    with warnings.catch_warnings():  # that it is read-only, which is as it should be
-        warnings.simplefilter("ignore")
-        return torch.frombuffer(payload, dtype=torch.uint8)

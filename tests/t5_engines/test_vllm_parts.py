@@ -32,6 +32,9 @@ from kvfs.connectors.vllm_settings import Settings
 from kvfs.connectors.vllm_window import loaded_group_ids
 from kvfs.connectors.vllm_worker import WorkerSide
 from kvfs.errors import InputError
+from kvfs.gpu.host_memory import Landed
+from kvfs.gpu.paged import HOLE
+from kvfs.gpu.swap_in import Swapper
 from kvfs.layout import Partition
 from kvfs.testing.faults import CutAt, Fail, FaultyBackend
 
@@ -212,9 +215,11 @@ def test_a_row_comes_back_as_it_was() -> None:
     out, into = measure(config, source, 128), measure(config, target, 128)
     assert out.block_tokens == 128 and out.row_bytes == 4 * 128 * 64
     rows = out.gather(([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12]))
-    for piece in into.pieces:
-        tables = ([11, 12], [21, 22, 0, 24])[piece.group]
-        into.scatter(piece, rows[1], tables)
+    ticket = Landed(rows[1].numpy(), out.row_bytes, out.row_bytes, 1)
+    with into.swapper() as swapper:
+        plan = SimpleNamespace(hit_blocks=1)
+        swap = swapper.load(plan, ticket, [[11, 12], [21, 22, HOLE, 24]])
+        assert swap.finish() == 1, swap.reason
     for name in config.kv_cache_groups[0].layer_names:
         assert torch.equal(target[name][[11, 12]], source[name][[3, 4]])
     untouched = tensors(config, 2)
@@ -274,6 +279,26 @@ def test_blocks_go_from_process_to_process(halves: Any, specs: Any) -> None:
             for i in range(8):
                 same = torch.equal(second.caches[name][20 + i], first.caches[name][1 + i])
                 assert same == (i in found.needed(512)), (name, i)
+
+
+def test_blocks_are_swapped_in(halves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load is one swap-in; one that ends early is a load that failed, and nothing is counted."""
+    swaps: list[Any] = []
+    load = Swapper.load
+
+    def spy(self: Any, plan: Any, ticket: Any, tables: Any) -> Any:
+        if len(swaps) == 1:
+            ticket.wanted = ticket.good = ticket.good - 1
+        swaps.append(load(self, plan, ticket, tables))
+        return swaps[-1]
+
+    monkeypatch.setattr(Swapper, "load", spy)
+    second = stored(halves, config_of(full()))
+    for name, whole in (("b", True), ("c", False)):
+        r = request(IDS, name)
+        assert second.scheduler.matched(r, 0) == 512
+        assert second.load(r, 512, (list(range(20, 30)),)) == whole
+    assert [swap.finish() for swap in swaps] == [4, 3]
 
 
 def test_only_what_vllm_has_not_is_loaded(halves: Any) -> None:
