@@ -382,6 +382,21 @@ def test_on_a_cpu(strategy: Strategy | None, per_block: int) -> None:
         assert (swapper.choice is None) == (strategy is not None)
 
 
+@given(seeds, st.integers(0, 30), st.sampled_from(STRATEGIES))
+def test_a_load_is_done_when_it_returns(seed: int, lands: int, strategy: Strategy) -> None:
+    """In the calling thread, and without one for the stream."""
+    device = CpuDevice(inline=True)
+    case = Case(seed, wanted=30, lands=lands, strategy=strategy, device=device)
+    before = threading.active_count()
+    swap = case.swapper.load(fakes.plan(30), case.ticket, case.table)
+    assert threading.active_count() == before
+    assert swap.over(0) and case.ticket.released == 1
+    for layer in LAYERS:
+        case.check(layer, lands)
+    assert swap.finish() == swap.usable_blocks() == lands
+    case.swapper.close()
+
+
 def test_requests_at_once() -> None:
     cases = [Case(seed, device=CpuDevice(), wanted=50) for seed in range(4)]
     threads = [threading.Thread(target=c.forward, args=(c.start(),)) for c in cases]

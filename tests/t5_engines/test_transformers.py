@@ -61,6 +61,27 @@ def test_comes_back_in_a_new_process(
     assert torch.allclose(logits, whole[HELD:], atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v4"])
+def test_it_is_swapped_in(name: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a cache in one swap-in, into memory that holds something else before."""
+    model = tiny_models.build(name)
+    cs = cache_store(store, model)
+    cache, _, state = cs.prefill(IDS)
+    swaps = []
+    load, room = hf_copy.Swapper.load, hf_copy._room
+
+    def spy(self: Any, *args: Any) -> Any:
+        swaps.append(load(self, *args))
+        return swaps[-1]
+
+    monkeypatch.setattr(hf_copy.Swapper, "load", spy)
+    monkeypatch.setattr(hf_copy, "_room", lambda piece, n: room(piece, n).fill_(7))
+    again, tokens = cs.load(IDS, state)
+    assert tokens == HELD and [swap.finish() for swap in swaps] == [HELD // BLOCK]
+    want = tiny_models.logits(model, IDS, cache)
+    assert torch.equal(tiny_models.logits(model, IDS, again), want)
+
+
 @pytest.mark.parametrize("name", [name for name in tiny_models.STORED if name != "mistral"])
 def test_noise_in_a_block_is_not_served(
     name: str, child: Child, store: Store, store_dir: Path
