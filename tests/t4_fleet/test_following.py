@@ -31,6 +31,7 @@ from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.journals import Fleet, MadeUp
 from kvfs.testing.late import Late
 from kvfs.testing.stock import Clock, Stock, tokens
+from kvfs.testing.threefs.host import other_mount
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def other(stock: Stock, name: str = "b", **options: Any) -> Stock:
 
 
 def counted(stock: Stock, name: str = "b") -> tuple[Stock, FaultyBackend]:
-    backend = FaultyBackend(open_backend(stock.store.path))
+    backend = FaultyBackend(open_backend(other_mount(stock.store.path)))
     return other(stock, name, backend=backend, catch_up=False), backend
 
 
