@@ -37,6 +37,7 @@ from kvfs.gc.restating import restated, unheard
 from kvfs.gc.throttle import Bucket
 from kvfs.index.apply import Applier
 from kvfs.index.schema import LIVE, Run, Segment
+from kvfs.index.told import REMEMBER_MS
 from kvfs.namespace import Namespace
 from kvfs.record import Landing, RunBlocks, Trailer, check_payload, parse
 from kvfs.scan.audit import misfit
@@ -177,7 +178,9 @@ class Cleaner:
         live = [run for s in batch for run in s.runs]
         cap_ms = int(self.store.config.renew_cap_seconds * 1000)
         try:
-            for chain in chains(live, lambda c: self._seconds.get(c, 0) * 1000, cap_ms):
+            settled_ms = self.expiry.now_ms - REMEMBER_MS
+            ttl_ms = {c: s * 1000 for c, s in self._seconds.items()}
+            for chain in chains(live, lambda c: ttl_ms.get(c, 0), cap_ms, settled_ms):
                 if time.monotonic() - self._stepped >= STEP_SECONDS:
                     self._step()
                 self._copy(chain, result)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from kvfs.chain import HASH_BYTES
-from kvfs.index.schema import Run
+from kvfs.index.schema import NEVER_MS, Run
 from kvfs.put import RENEW_SHARE
 
 Chain = list[Run]
@@ -24,12 +24,18 @@ def _end(run: Run) -> _Joint:
     return run.ns, run.hashes[-HASH_BYTES:], run.block + run.count
 
 
-def chains(runs: Iterable[Run], ttl_ms: Callable[[int], int], cap_ms: int) -> list[Chain]:
+def chains(
+    runs: Iterable[Run], ttl_ms: Callable[[int], int], cap_ms: int, settled_ms: int = NEVER_MS
+) -> list[Chain]:
     """Puts runs in chain order; each result is to become one run.
 
-    ttl_ms: time to live of a class by its number; cap_ms: of the store, see kvfs.renewal. Where a
-    chain forks the fork with the most blocks goes on. Chains that belong to one prompt are next to
-    each other, the beginning first.
+    ttl_ms: time to live of a class by its number; cap_ms: of the store, see kvfs.renewal;
+    settled_ms: of what was told up to this time everybody has heard. What was written later becomes
+    one only with what was written at the very same time: a removal that is still on its way may
+    mean the one and not the other (kvfs.index.told).
+
+    Where a chain forks the fork with the most blocks goes on. Chains that belong to one prompt are
+    next to each other, the beginning first.
     """
     behind: dict[_Joint, list[Run]] = defaultdict(list)
     lasts = set()
@@ -57,7 +63,7 @@ def chains(runs: Iterable[Run], ttl_ms: Callable[[int], int], cap_ms: int) -> li
             if not next_:
                 break
             stack += next_[:-1]
-            if not _alike(chain, next_[-1], ttl_ms(run.class_id), cap_ms):
+            if not _alike(chain, next_[-1], ttl_ms(run.class_id), cap_ms, settled_ms):
                 stack.append(next_[-1])
                 break
             chain.append(next_[-1])
@@ -66,13 +72,14 @@ def chains(runs: Iterable[Run], ttl_ms: Callable[[int], int], cap_ms: int) -> li
     return out
 
 
-def _alike(chain: Chain, run: Run, ttl_ms: int, cap_ms: int) -> bool:
+def _alike(chain: Chain, run: Run, ttl_ms: int, cap_ms: int, settled_ms: int) -> bool:
     """A run may be one with those of a chain: to an eighth of the times that matter."""
     both = [*chain, run]
     expires = [r.expires_ms for r in both]
     written = [r.written_ms for r in both]
+    apart = cap_ms // RENEW_SHARE if max(written) <= settled_ms else 0
     return (
         run.class_id == chain[0].class_id
         and max(expires) - min(expires) <= ttl_ms // RENEW_SHARE
-        and max(written) - min(written) <= cap_ms // RENEW_SHARE
+        and max(written) - min(written) <= apart
     )

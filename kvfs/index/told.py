@@ -107,7 +107,8 @@ def apply_keep(applier: Applier, entry: KeepEntry) -> None:
         applier.count("renewed_nothing")
         return
     class_id = applier.class_id(entry.ttl_class, 0) if entry.ttl_class else None
-    found = list(shown(applier, ns, entry.block, entry.heads, entry.hashes, thorough=False))
+    thorough = entry.block > 0 and not entry.heads  # whoever renews all runs knows no paths
+    found = list(shown(applier, ns, entry.block, entry.heads, entry.hashes, thorough=thorough))
     for s in found:
         _keep(applier, s, entry.expires_ms, class_id, entry.force)
     missing, at = b"", 0

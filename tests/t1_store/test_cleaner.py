@@ -111,6 +111,26 @@ def test_what_was_used_at_other_times_is_not_merged(stock: Stock) -> None:
     ]  # fmt: skip
 
 
+def test_what_was_stored_again_after_a_removal_is_not_merged_too_soon(
+    stock: Stock, tmp_path: Path
+) -> None:
+    """A host that hears of the removal behind the move must not take it for a removal of both."""
+    other = stock.another(index=str(tmp_path / "other"))
+    stock.put(A)
+    stock.store.remove(stock.ns, A, from_block=4)
+    stock.clock.now += 1
+    stock.put(A)
+    for part in ([(0, 4), (4, 6)], [(0, 10)]):
+        stock.put(B)
+        stock.store.remove(stock.ns, B)
+        clean(stock)
+        other.store.catch_up()
+        for host in (stock, other):
+            assert extents(host, A) == part and host.good(A) == 10
+        stock.clock.now += 7200
+    sound(other)
+
+
 def test_a_class_change_moves_to_its_directory(stock: Stock) -> None:
     stock.put(A, ttl_class="agent")
     stock.store.touch(stock.ns, A, ttl_class="chatbot")
