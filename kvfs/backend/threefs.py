@@ -21,11 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
-import mmap
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -35,8 +32,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvfs.backend import usrbio_layout as layout
-from kvfs.backend.base import Buffer, Memory, OpenFile, Pace, at_once
-from kvfs.backend.posix import PosixBackend, size_of_file
+from kvfs.backend.base import Buffer, Memory, OpenFile
+from kvfs.backend.posix import size_of_file
+from kvfs.backend.threefs_mount import ThreefsMount
 from kvfs.backend.usrbio_io import Lease, as_file_errors, clear, gather, scatter, split_at_chunks
 from kvfs.backend.usrbio_ring import DaemonDead, Io
 from kvfs.backend.usrbio_session import BOUNCE_BYTES, READ, WRITE, Session
@@ -52,8 +50,6 @@ IO_SECONDS = 75.0
 _PIECE_BYTES = 4 << 20
 _SETTLE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2
-_LOAD_BYTES = 1 << 16
-_NO_SUCH_IOCTL = frozenset({errno.ENOTTY, errno.EINVAL, errno.ENOSYS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ class _Handle:
     made: bool
 
 
-class ThreefsBackend:
+class ThreefsBackend(ThreefsMount):
     """See the module docstring."""
 
     def __init__(
@@ -78,10 +74,9 @@ class ThreefsBackend:
         """root: a directory on the mount; bounce_bytes: of shared memory, in /dev/shm; library: the
         path of 3FS's own, "": our own rings, None: as KVFS_HF3FS_LIB says. Makes no I/O: that 3FS
         is away shows at the first use. Raises ConfigError for a library that cannot be used."""
-        self.root = os.path.abspath(root)
+        super().__init__(root)
         self.seconds = seconds
         self._bounce_bytes = bounce_bytes
-        self._posix = PosixBackend(root)
         self._library = _load(os.environ.get(LIBRARY, "") if library is None else library)
         self._lock = threading.Lock()
         self._session: Session | None = None
@@ -265,7 +260,7 @@ class ThreefsBackend:
                 if done:
                     break
                 raise OSError(-result, os.strerror(-result), file.path)
-            hole = max(0, min(io.length, self._length(file) - io.offset) - result)
+            hole = max(0, min(io.length, self.length(file) - io.offset) - result)
             clear(views, done + result, hole)
             done += result + hole
             if result + hole < io.length:
@@ -321,81 +316,6 @@ class ThreefsBackend:
 
     def sync(self, file: OpenFile) -> None:
         """What is written is durable."""
-
-    def truncate(self, file: OpenFile, size: int) -> None:
-        self._posix.truncate(file, size)
-
-    # small files and directories
-
-    def size(self, path: str) -> int:
-        file = self._posix.open(path)
-        try:
-            return self._length(file)
-        finally:
-            self._posix.close(file)
-
-    def _length(self, file: OpenFile) -> int:
-        """As the servers know it, not as this host remembers it."""
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(file.fd, layout.IOCTL_FORCE_SYNC, bytes(4))
-        return size_of_file(os.fstat(file.fd), file.path)
-
-    def load(self, path: str, limit: int) -> bytes:
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-        fd = os.open(os.path.join(self.root, path), flags)
-        data = bytearray()
-        try:
-            with mmap.mmap(-1, _LOAD_BYTES) as page, memoryview(page) as view:
-                while len(data) <= limit:
-                    n = os.preadv(fd, [view], len(data))
-                    data += view[:n]
-                    if n < _LOAD_BYTES:
-                        break
-        finally:
-            os.close(fd)
-        if len(data) > limit:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-        return bytes(data)
-
-    def names(self, path: str) -> list[str]:
-        return [n for n in self._posix.names(path) if path or n != layout.VIRTUAL]
-
-    def unlink(self, path: str) -> None:
-        self._posix.unlink(path)
-
-    def remove_empty(self, path: str) -> bool:
-        return self._posix.remove_empty(path)
-
-    def remove_tree(self, path: str, pace: Pace = at_once) -> None:
-        """One call, whatever is in it: the servers remove the rest behind it."""
-        pace(1)
-        above, name = os.path.split(os.path.join(self.root, path))
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                inode = os.fstat(fd).st_ino
-                argument = layout.REMOVAL.pack(inode, os.fsencode(name), True)
-                fcntl.ioctl(fd, layout.IOCTL_REMOVE, argument)
-            except OSError as e:
-                if e.errno not in _NO_SUCH_IOCTL:
-                    raise
-                self._remove_by_link(path)
-            finally:
-                os.close(fd)
-
-    def _remove_by_link(self, path: str) -> None:
-        """As older daemons want it: by the path on the daemon's own mount."""
-        link = os.path.join(mount_of(self.root)[0], layout.REMOVE, secrets.token_hex(8))
-        os.symlink(os.path.realpath(os.path.join(self.root, path)), link)
-
-    def replace(self, path: str, data: bytes) -> None:
-        self._posix.replace(path, data)
-
-    def put_new(self, path: str, data: bytes) -> bool:
-        return self._posix.put_new(path, data)
-
-    def free_bytes(self) -> tuple[int, int]:
-        return self._posix.free_bytes()
 
 
 def _load(path: str) -> Library | None:
