@@ -41,6 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 OWNERS = {
     "click": {"kvfs.cli", "kvfs.testing"},
     "cuda": {"kvfs.gpu"},
+    "deepinfer": {"kvfs.connectors"},
     "hypercorn": {"kvfs.peers"},
     "lmdb": {"kvfs.bench", "kvfs.index"},
     "pyfuse3": {"kvfs.mount"},

@@ -55,6 +55,19 @@ def test_memory_is_pinned_exactly() -> None:
     assert not cudart.pinned and not pin.pinned
 
 
+@pytest.mark.parametrize("size", [1_415_040, 33 << 20, (32 << 20) + 1])
+def test_host_memory_is_as_large_as_it_was_asked_for(size: int) -> None:
+    """Not rounded up to a power of two, with a GPU or without: the mapping ends with its page."""
+    buffer = HostBuffer(size)
+    buffer.tensor().fill_(1)
+    address = buffer.pin.address
+    with open("/proc/self/maps", encoding="utf-8") as f:
+        bounds = [tuple(int(n, 16) for n in line.split()[0].split("-")) for line in f]
+    (mapped,) = [end - start for start, end in bounds if start <= address < end]
+    assert size <= mapped < size + 4096 and buffer.view.nbytes == size
+    buffer.close()
+
+
 def test_a_refusal_is_reported() -> None:
     pin = Pinned(bytearray(4096), cudart=Cudart(refuses=True))
     assert not pin.pinned and "801" in pin.problem
