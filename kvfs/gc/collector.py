@@ -34,7 +34,7 @@ from typing import Any
 from kvfs.config import check_alive
 from kvfs.errors import EXIT_OK, BackendError, ConfigError, FormatError, KvfsError, SpaceError
 from kvfs.frames import DropEntry, Entry
-from kvfs.gc.directories import is_past, whole
+from kvfs.gc.directories import is_past, remove_empty_days, whole
 from kvfs.gc.expiry import DAY_MS, Doomed, Expiry, Marked
 from kvfs.gc.folding import Folded, fold
 from kvfs.gc.lease import SECONDS, Lease
@@ -45,7 +45,7 @@ from kvfs.index.apply import Applier
 from kvfs.index.schema import DROPPED, GONE, Segment
 from kvfs.index.wipe import forget, forget_cuts, mark_gone
 from kvfs.record import PAGE
-from kvfs.scan.segments import id_of, names, read_head, segment_paths, segment_version
+from kvfs.scan.segments import id_of, read_head, segment_paths, segment_version
 from kvfs.segment import VERSION
 from kvfs.store import Store
 from kvfs.writer import Writer
@@ -214,7 +214,7 @@ class Collector:
         # A journal that this code cannot read may tell of them.
         self._orphans(expiry.now_ms, complete=not followed.problems)
         if not self.dry_run:
-            self._remove_directories(expiry.now_ms)
+            result.problems += remove_empty_days(self.backend, expiry.now_ms)
             self._tidy_index(expiry)
             result.folded = fold(self.store, expiry.now_ms, result.problems)
 
@@ -388,20 +388,6 @@ class Collector:
             return False
 
     # what is left over
-
-    def _remove_directories(self, now_ms: int) -> None:
-        """Only of days that are over: a writer must not lose the one it just made."""
-        for ttl_class in names(self.backend, "seg"):
-            for day in names(self.backend, f"seg/{ttl_class}"):
-                if not is_past(day, now_ms):
-                    continue
-                at = f"seg/{ttl_class}/{day}"
-                try:
-                    for ns in names(self.backend, at):
-                        self.backend.remove_empty(f"{at}/{ns}")
-                    self.backend.remove_empty(at)
-                except OSError as e:
-                    self._result.problems.append(f"{at}: {e.strerror or e}")
 
     def _tidy_index(self, expiry: Expiry) -> None:
         """Rows of segments that are gone for a day, and cuts of segments that never come in."""

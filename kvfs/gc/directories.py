@@ -2,7 +2,7 @@
 
 A segment lies in `seg/CLASS/DAY/NAMESPACE`, and no writer makes anything in the directory of a day
 that is over, so one in which nothing lies but what is due goes with all that is in it. What is not
-known, a segment of a newer kvfs say, keeps its directory. Reads the shared storage; no state.
+known, a segment of a newer kvfs say, keeps its directory. Blocking; no state.
 """
 
 from __future__ import annotations
@@ -50,3 +50,23 @@ def _only(backend: Backend, directory: str, segments: list[Segment]) -> bool:
     """The directory holds some of these files, and no others."""
     here = set(names(backend, directory))
     return bool(here) and here <= {s.path.rpartition("/")[2] for s in segments}
+
+
+def remove_empty_days(backend: Backend, now_ms: int) -> list[str]:
+    """Removes directories in which nothing is left; returns what could not be done.
+
+    Only of days that are over: a writer must not lose the one it just made.
+    """
+    problems = []
+    for ttl_class in names(backend, "seg"):
+        for day in names(backend, f"seg/{ttl_class}"):
+            if not is_past(day, now_ms):
+                continue
+            at = f"seg/{ttl_class}/{day}"
+            try:
+                for ns in names(backend, at):
+                    backend.remove_empty(f"{at}/{ns}")
+                backend.remove_empty(at)
+            except OSError as e:
+                problems.append(f"{at}: {e.strerror or e}")
+    return problems
