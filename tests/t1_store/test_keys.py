@@ -408,6 +408,7 @@ def test_whatever_hosts_do_every_key_that_was_put_is_found(ram_dir: Path, steps:
         known: list[set[str]] = [set(), set()]
         for what, who, stretch, told in steps:
             host = hosts[who]
+            first.clock.now += 1  # blocks are not moved again within the same moment
             if what == "put":
                 chain, start, n = stretch
                 some = keys(chain, start, start + n)
