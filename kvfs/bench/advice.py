@@ -19,6 +19,8 @@ from kvfs.bench.timing import Row
 
 SMALL, LARGE = "fetch.fetcher.4k.", "fetch.fetcher.128k."
 FROM = {"warm": "from the page cache", "cold": "from the disk"}
+ADVISING = frozenset(f"{size}{how}" for size in (SMALL, LARGE) for how in FROM)
+"""The rows it is made from; they have the figures `tokens` and `check_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
