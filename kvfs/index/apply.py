@@ -91,6 +91,8 @@ class Applier:
         self._keyed: dict[int, bool] = {}
         self.latest_told: dict[int, int] = {}
         """Namespace -> when the last of what is remembered of it was told (kvfs.index.told)."""
+        self.told: dict[int, told.Memory] = {}
+        """Namespace -> what that is, as far as it was read."""
         self._newest = 0
 
     def count(self, name: str, n: int = 1) -> None:

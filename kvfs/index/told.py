@@ -12,7 +12,7 @@ Rows go when every journal has been read as it was long after them (kvfs.follow.
 namespace is not listed any more is kept in `meta`, under "removed:" and its number: twice the time,
 and 1 while it is so.
 
-Functions over one write transaction; nothing is kept between calls.
+Functions over one write transaction, whose Applier keeps what was read of these rows.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ REMOVED, KEPT = 0, 1
 REMEMBER_MS = 3_600_000
 """A run comes in no later than so long after it was written, once all journals have been read: the
 time of the longest put, of a file system that shows bytes late, and of clocks that differ."""
+_MORE_MS = 60_000
 
 
 class Shown(NamedTuple):
@@ -217,6 +218,9 @@ def _note(
     if known is not None:
         expires_ms = max(expires_ms, TOLD_VALUE.unpack_from(known)[0])
     applier.txn.put(key, TOLD_VALUE.pack(expires_ms, class_id) + hashes)
+    memory = applier.told.get(ns)
+    if memory is not None and when_ms >= memory.from_ms:
+        memory.add(when_ms, kind, expires_ms, class_id, hashes)
     applier.latest_told[ns] = max(latest(applier, ns), when_ms)
 
 
@@ -255,29 +259,63 @@ def latest(applier: Applier, ns: int) -> int:
     return known
 
 
-class Said(NamedTuple):
-    """What was told of a namespace since some time."""
+class Kept(NamedTuple):
+    """A row of `told`: blocks that were renewed."""
 
-    everything: bool
-    """All of it was removed."""
-    removed: set[bytes]
-    kept: list[tuple[int, int, bytes]]
-    """(expires, class or 0, hashes)."""
+    when_ms: int
+    expires_ms: int
+    class_id: int
+    hashes: bytes
 
 
-def since(applier: Applier, ns: int, ms: int) -> Said:
-    """What was told no earlier than `ms`."""
-    said = Said(False, set(), [])
-    prefix, everything = TOLD + PREFIX.pack(ns), False
-    for key, value in scan(applier.txn, prefix, TOLD + TOLD_KEY.pack(ns, max(0, ms), 0)):
-        kind = TOLD_KEY.unpack_from(key, 1)[2]
-        hashes = bytes(value[TOLD_VALUE.size :])
-        if kind == REMOVED:
-            everything |= not hashes
-            said.removed.update(_each(hashes))
-        else:
-            said.kept.append((*TOLD_VALUE.unpack_from(value), hashes))
-    return said._replace(everything=everything)
+class Memory:
+    """What was told of one namespace since some time, by block: one transaction looks at it for
+    each run that comes in, and reads the rows once."""
+
+    def __init__(self, from_ms: int) -> None:
+        self.from_ms = from_ms
+        self.all_removed_ms = -1
+        """When all of it was removed last."""
+        self._removed_ms: dict[bytes, int] = {}
+        self._kept: dict[bytes, list[Kept]] = {}
+
+    def add(self, when_ms: int, kind: int, expires_ms: int, class_id: int, hashes: bytes) -> None:
+        if kind == KEPT:
+            kept = Kept(when_ms, expires_ms, class_id, hashes)
+            for hash_ in _each(hashes):
+                self._kept.setdefault(hash_, []).append(kept)
+            return
+        if not hashes:
+            self.all_removed_ms = max(self.all_removed_ms, when_ms)
+        for hash_ in _each(hashes):
+            self._removed_ms[hash_] = max(self._removed_ms.get(hash_, -1), when_ms)
+
+    def removed_ms(self, hash_: bytes) -> int:
+        """When a block was removed last; -1: not since."""
+        return max(self.all_removed_ms, self._removed_ms.get(hash_, -1))
+
+    def kept(self, hashes: bytes, ms: int) -> list[Kept]:
+        """What was told of any of these blocks no earlier than `ms`, in order."""
+        if not self._kept:
+            return []
+        found = {k for h in _each(hashes) for k in self._kept.get(h, ()) if k.when_ms >= ms}
+        return sorted(found)
+
+
+def since(applier: Applier, ns: int, ms: int) -> Memory:
+    """What was told since `ms`, or since longer."""
+    memory = applier.told.get(ns)
+    if memory is None or memory.from_ms > ms:
+        # Some more: what comes in is in order of its time, but for some seconds.
+        memory = Memory(max(0, ms - _MORE_MS))
+        prefix = TOLD + PREFIX.pack(ns)
+        start = TOLD + TOLD_KEY.pack(ns, memory.from_ms, 0)
+        for key, value in scan(applier.txn, prefix, start):
+            _, when_ms, kind = TOLD_KEY.unpack_from(key, 1)
+            expires_ms, class_id = TOLD_VALUE.unpack_from(value)
+            memory.add(when_ms, kind, expires_ms, class_id, bytes(value[TOLD_VALUE.size :]))
+        applier.told[ns] = memory
+    return memory
 
 
 def place(applier: Applier, entry: RunEntry, since_ms: int, *, moved: bool) -> None:
@@ -289,16 +327,15 @@ def place(applier: Applier, entry: RunEntry, since_ms: int, *, moved: bool) -> N
     if ns is None or latest(applier, ns) < since_ms:
         applier.place(entry, moved=moved)
         return
-    said = since(applier, ns, since_ms)
-    if said.everything:
+    memory = since(applier, ns, since_ms)
+    if memory.all_removed_ms >= since_ms:
         applier.count("runs_removed_before")
         return
-    for left in _without(entry, said.removed):
+    removed = {h for h in _each(entry.hashes) if memory.removed_ms(h) >= since_ms}
+    for left in _without(entry, removed):
         applier.place(left, moved=moved)
-    mine = set(_each(entry.hashes)) if said.kept else set()
-    for expires_ms, class_id, hashes in said.kept:
-        if not mine.isdisjoint(_each(hashes)):
-            _keep_late(applier, ns, entry, hashes, expires_ms, class_id or None)
+    for kept in memory.kept(entry.hashes, since_ms):
+        _keep_late(applier, ns, entry, kept.hashes, kept.expires_ms, kept.class_id or None)
 
 
 def _keep_late(
@@ -343,8 +380,8 @@ def was_removed(applier: Applier, entry: RunEntry, i: int) -> bool:
     ns = applier.namespace(entry.nsid)
     if ns is None or latest(applier, ns) < entry.written_ms:
         return False
-    said = since(applier, ns, entry.written_ms)
-    return said.everything or _hash(entry.hashes, i) in said.removed
+    memory = since(applier, ns, entry.written_ms)
+    return memory.removed_ms(_hash(entry.hashes, i)) >= entry.written_ms
 
 
 def forget_before(applier: Applier, ms: int) -> None:
@@ -355,6 +392,7 @@ def forget_before(applier: Applier, ms: int) -> None:
         for key in list(takewhile(lambda k: TOLD_KEY.unpack_from(k, 1)[1] < ms, old)):
             applier.txn.delete(key)
     applier.latest_told.clear()
+    applier.told.clear()
 
 
 def all_entries(txn: Any, nsids: dict[int, bytes], classes: dict[int, str]) -> Iterator[

@@ -84,11 +84,11 @@ class Announcer(Periodic):
         latest = index.query(lambda a: told_of.latest(a, number)) if number else 0
         if latest <= told.removed_ms:
             return
-        said = index.query(lambda a: told_of.since(a, number, told.removed_ms))
+        before = told.removed_ms
+        said = index.query(lambda a: told_of.since(a, number, before))
         told.removed_ms = latest
         for meta in pool.metas():
-            gone = said.everything or meta.anchor in said.removed
-            if gone and meta.stored_ms <= latest:
+            if said.removed_ms(meta.anchor) >= before and meta.stored_ms <= latest:
                 pool.remove(Anchor(meta.anchor, meta.position, meta.lineage))
 
     def _tell(self, pool: SlotPool, now: float) -> int:
