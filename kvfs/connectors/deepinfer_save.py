@@ -44,6 +44,24 @@ class State:
     slot: int
 
 
+class _ToHost(Work):
+    """Kept until it is done: the device's memory would be used again otherwise."""
+
+    __slots__ = ("buffer", "state")
+
+    def __init__(self, state: Any, buffer: HostBuffer) -> None:
+        super().__init__()
+        self.state = state
+        self.buffer = buffer
+
+    @property
+    def host(self) -> Any:
+        return self.buffer.tensor()[: len(self.state)]
+
+    def run(self) -> None:
+        self.host.copy_(self.state, non_blocking=True)
+
+
 @dataclass(slots=True)
 class _Job:
     tokens: Callable[[], Any]
@@ -51,21 +69,9 @@ class _Job:
     end: int
     pages: list[int]
     out: SwapOut | None
-    states: list[tuple[State, Any]]
+    states: list[tuple[State, _ToHost]]
     done: Event
     size: int
-
-
-class _ToHost(Work):
-    __slots__ = ("host", "state")
-
-    def __init__(self, state: Any, host: Any) -> None:
-        super().__init__()
-        self.state = state
-        self.host = host
-
-    def run(self) -> None:
-        self.host.copy_(self.state, non_blocking=True)
 
 
 class Saver:
@@ -104,27 +110,39 @@ class Saver:
                 self._counts["dropped_blocks"] += end - first
                 return False
             self._left -= size
-        if first < end:
-            self._blocks.pin_blocks(list(pages))
-        out = self.swapper.swap_out(pages, self._buffer(rows)) if first < end else None
-        taken = [(state, self._state(state)) for state in states]
-        done = self.swapper.stream.record()
-        held = list(pages) if first < end else []
-        self._jobs.put(_Job(tokens, first, end, held, out, taken, done, size))
+        try:
+            self._jobs.put(self._begin(tokens, first, end, pages, states, size))
+        except BaseException:
+            self._let_go(size, [])
+            raise
         return True
 
-    def _state(self, state: State) -> Any:
+    def _begin(
+        self, tokens: Callable[[], Any], first: int, end: int, pages: Sequence[int],
+        states: Sequence[State], size: int,
+    ) -> _Job:  # fmt: skip
+        taken = [(state, self._state(state)) for state in states]
+        out = None
+        if first < end:
+            rows = (end - first) * self.memory.identity.row_bytes
+            out = self.swapper.swap_out(pages, self._buffer(rows))
+        done = self.swapper.stream.record()
+        held = list(pages) if out is not None else []
+        self._blocks.pin_blocks(held)
+        return _Job(tokens, first, end, held, out, taken, done, size)
+
+    def _state(self, state: State) -> _ToHost:
         """The kept part of a state on its way to host memory. It is read where it lies now, before
         anything that the engine enqueues after this can change it."""
         source, size = state.source, self.memory.state_bytes
         kept = torch.empty(size, dtype=torch.uint8, device=source.device)
         self.memory.cache.select_state_slice_to_store(state.slot, state.anchor, source, kept)
-        host = torch.empty(size, dtype=torch.uint8)
+        work = _ToHost(kept, self._buffer(size))
         after = self.swapper.device.fence()
         if after is not None:
             self.swapper.stream.wait_for(after)
-        self.swapper.stream.submit(_ToHost(kept, host))
-        return host
+        self.swapper.stream.submit(work)
+        return work
 
     def _buffer(self, size: int) -> HostBuffer:
         with self._change:
@@ -142,16 +160,19 @@ class Saver:
             except Exception as e:  # whatever it is, the engine goes on
                 self._counts["failed"] += 1
                 log.warning("not stored: %s", e, exc_info=not isinstance(e, KvfsError))
-            with self._change:
-                if job.out is not None:
-                    self._keep(job.out.buffer)
-                self._left += job.size
-                self._change.notify_all()
+            used = [work.buffer for _, work in job.states]
+            if job.out is not None:
+                used.append(job.out.buffer)
+            self._let_go(job.size, used)
 
-    def _keep(self, buffer: HostBuffer) -> None:
-        self._free.append(buffer)
-        while sum(b.view.nbytes for b in self._free) > self._most:
-            self._free.pop(0).close()
+    def _let_go(self, size: int, used: list[HostBuffer]) -> None:
+        """Keeps memory to be used again, which is pinned already."""
+        with self._change:
+            self._free = sorted([*self._free, *used], key=lambda b: b.view.nbytes)
+            while sum(b.view.nbytes for b in self._free) > self._most:
+                self._free.pop(0).close()
+            self._left += size
+            self._change.notify_all()
 
     def _finish(self, job: _Job) -> None:
         try:
@@ -167,8 +188,10 @@ class Saver:
             self._counts["stored_blocks"] += result.stored
             if result.error is not None:
                 raise result.error
-        for state, host in job.states:
-            self._write(Anchor.of(hasher, state.anchor), state, host)
+        for state, work in job.states:
+            if work.error is not None:
+                raise work.error
+            self._write(Anchor.of(hasher, state.anchor), state, work.host)
 
     def _write(self, anchor: Anchor, state: State, host: Any) -> None:
         assert self._pool is not None and self.memory.ring is not None

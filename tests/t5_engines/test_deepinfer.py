@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from kvfs import Store
+from kvfs.connectors import deepinfer_save
 from kvfs.connectors.deepinfer import KvfsMixin, Release, Settings
 from kvfs.connectors.deepinfer_layout import measure
 from kvfs.connectors.deepinfer_state import Account, Slots
@@ -396,6 +397,21 @@ def test_what_does_not_fit_is_not_stored(place: Place) -> None:
     engine.run()
     # 5 blocks at the end of the prefill, and the same again at the end of the request.
     assert engine.kvfs.counts["stored_blocks"] == 0 and engine.kvfs.counts["dropped_blocks"] == 10
+    assert engine.quiet
+
+
+@pytest.mark.expect_logs(r"kvfs\.connectors\.deepinfer_save WARNING: not stored: this copy fails")
+def test_a_state_that_was_not_copied_is_no_slot(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("this copy fails")
+
+    monkeypatch.setattr(deepinfer_save._ToHost, "run", fail)
+    engine = place.start()
+    engine.ask("one", some(Random(9), 700))
+    engine.run()
+    assert engine.kvfs.counts["stored_blocks"] == 5 and not engine.kvfs.pool.metas()
     assert engine.quiet
 
 
