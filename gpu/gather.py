@@ -61,7 +61,7 @@ class _Gather(Copy):
         chosen = target.on_device if target.chosen is None else target.chosen_on_device
         gather[(min(PROGRAMS, cells),)](
             records, target.on_device, chosen, part.wide, part.offset, cells, part.wide.shape[1],
-            part.wide.stride(0), part.per_block, part.wide.element_size(),
+            part.wide.stride(0), part.per_block, part.wide.element_size(), target.shift,
             all_cells=target.chosen is None, width=_WIDTH, num_warps=_WARPS,
         )  # fmt: skip
 

@@ -47,14 +47,16 @@ class Target:
     """Where some consecutive blocks go in one group.
 
     pages: int64 [cells], in host memory; on_device: the same on the device. A cell is a page's
-    share of a block. chosen, chosen_on_device: int64 [cells], which of the blocks' cells these are,
-    in order; None: all.
+    share of a block. chosen: int64 [cells], which of the blocks' cells these are, in order; None:
+    all. chosen_on_device: the same on the device, each more by `shift`: to subtract it is work for
+    the stream that copies.
     """
 
     pages: Any
     on_device: Any
     chosen: Any = None
     chosen_on_device: Any = None
+    shift: int = 0
 
     def cut(self, first: int, end: int) -> Target:
         """The same for cells first..end-1, counted from 0."""
@@ -64,7 +66,7 @@ class Target:
         part = slice(*torch.searchsorted(self.chosen, bounds).tolist())
         return Target(
             self.pages[part], self.on_device[part], self.chosen[part] - first,
-            self.chosen_on_device[part] - first,
+            self.chosen_on_device[part], self.shift + first,
         )  # fmt: skip
 
 
@@ -106,7 +108,7 @@ class Part:
         if self.wide_here is not None:
             return self._put_here(target, cells.numpy())
         if target.chosen is not None:
-            at = target.chosen_on_device
+            at = target.chosen_on_device - target.shift
             cells = cells[at] if n == 1 else cells[at // n, at % n]
         elif n > 1:
             self.wide[target.on_device.view(-1, n)] = cells
