@@ -35,7 +35,13 @@ from kvfs.connectors.vllm_layout import groups_of, measure
 from kvfs.connectors.vllm_meta import Hello, KvfsPromMetrics, KvfsStats, Meta
 from kvfs.connectors.vllm_scheduler import SchedulerSide, check_groups
 from kvfs.connectors.vllm_settings import Settings
-from kvfs.connectors.vllm_window import loaded_group_ids
+from kvfs.connectors.vllm_slots import Finder, Keeper
+from kvfs.connectors.vllm_window import (
+    loaded_group_ids,
+    measure_window,
+    window_groups,
+    with_window,
+)
 from kvfs.connectors.vllm_worker import WorkerSide
 from kvfs.errors import InputError, KvfsError
 from kvfs.fetcher.engine import Fetcher
@@ -100,15 +106,25 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 tokenizer=find_tokenizer(self._vllm_config, _digests(settings)),
                 salt=settings.salt, backend=backend,
             )  # fmt: skip
+            window = measure_window(self._kv_cache_config, kv_caches, layout.block_tokens)
+            if window is not None:
+                identity = with_window(identity, window)
             store = _open(settings)
             store.create_namespace(identity, default_class=settings.ttl_class)
             fetcher = _fetcher(settings, store, wait=True)
-            self._worker = WorkerSide(settings, store, identity, layout, fetcher)
+            keeper = None
+            if window is not None:
+                keeper = Keeper.open(settings, store, identity, window)
+            self._worker = WorkerSide(settings, store, identity, layout, fetcher, keeper)
         except KvfsError as e:
             log.warning("kvfs is off in this worker, and so in the engine: %s", e)
 
     def get_handshake_metadata(self) -> Hello | None:
-        return None if self._worker is None else Hello(self._worker.identity.to_json())
+        if self._worker is None:
+            return None
+        keeper = self._worker.keeper
+        pool = b"" if keeper is None else keeper.pool_id
+        return Hello(self._worker.identity.to_json(), pool)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._hear(list(metadata.values()))
@@ -129,7 +145,10 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.warning("kvfs is off: %s", e)
             return
         fetcher = _fetcher(self._settings, self._scheduler.store)
-        self._scheduler.ready(identities, fetcher)
+        workers = list(zip(identities, (hello.pool for hello in hellos), strict=True))
+        finder = Finder.open(self._settings, self._scheduler.store, workers)
+        windows = window_groups(self._kv_cache_config, identities[0].block_tokens)
+        self._scheduler.ready(identities, fetcher, finder if windows else None, windows)
 
     # scheduler
 
@@ -142,8 +161,8 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        # The connector keeps no slots yet, so a window that vLLM can replay is replayed.
-        return loaded_group_ids(self._kv_cache_config, 0, None)
+        end, slot = (0, None) if self._scheduler is None else self._scheduler.offered(request)
+        return loaded_group_ids(self._kv_cache_config, end, slot)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:

@@ -56,14 +56,17 @@ def groups_of(kv_cache_config: Any) -> tuple[Group, ...]:
     A group whose window vLLM replays (DeepSeek-V4.1) is none of them. Raises InputError for a kind
     of cache that is not known here.
     """
-    groups = []
-    for index in kv_cache_config.prefix_cacheable_group_ids:
-        group = kv_cache_config.kv_cache_groups[index]
-        spec = group.kv_cache_spec
-        groups.append(Group(index, tuple(group.layer_names), spec.block_size, _window(spec)))
+    groups = tuple(group_at(kv_cache_config, i) for i in kv_cache_config.prefix_cacheable_group_ids)
     if not groups:
         raise InputError("the model has no KV cache that a prefix could be restored from")
-    return tuple(groups)
+    return groups
+
+
+def group_at(kv_cache_config: Any, index: int) -> Group:
+    """One of vLLM's groups. Raises InputError for a kind of cache that is not known here."""
+    group = kv_cache_config.kv_cache_groups[index]
+    spec = group.kv_cache_spec
+    return Group(index, tuple(group.layer_names), spec.block_size, _window(spec))
 
 
 def _window(spec: Any) -> int | None:
@@ -186,6 +189,14 @@ def measure(
     """
     groups = groups_of(kv_cache_config)
     size = block_tokens_for(groups, wanted_tokens)
+    return measure_groups(kv_cache_config, kv_caches, groups, size, extra)
+
+
+def measure_groups(
+    kv_cache_config: Any, kv_caches: Mapping[str, Any], groups: tuple[Group, ...], size: int,
+    extra: str = "",
+) -> Layout:  # fmt: skip
+    """The same for rows that hold `size` tokens of some groups, whole vLLM blocks of each."""
     pieces: list[Piece] = []
     pages: dict[str, Any] = {}
     facts: list[Any] = [extra, str(getattr(kv_cache_config, "kv_cache_layout", None))]

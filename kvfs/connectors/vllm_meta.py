@@ -8,7 +8,7 @@ it is plain data: no tensors, no handles.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -25,6 +25,19 @@ from kvfs.plan import Plan
 Tables = tuple[list[int], ...]
 """For each group of the layout, vLLM block numbers."""
 
+
+class Window(NamedTuple):
+    """A window to keep in a slot: that before `position`, a boundary of the request.
+
+    lasting: it is one of the prompt's, which others may have too; tables: for each group of the
+    window its vLLM blocks, with a null for each that holds nothing of it.
+    """
+
+    position: int
+    lasting: bool
+    tables: Tables
+
+
 COUNTERS = {
     "requests": "Requests that were looked up",
     "requests_not_cacheable": "Requests that are neither looked up nor stored",
@@ -35,6 +48,8 @@ COUNTERS = {
     "loads_failed": "Loads that failed; the tokens were computed",
     "load_bytes": "Bytes loaded into the KV cache",
     "load_seconds": "Time spent loading",
+    "slots_loaded": "Windows loaded from a slot, which vLLM did not replay",
+    "slots_stored": "Windows put into a slot",
     "stored_blocks": "Blocks stored",
     "stored_bytes": "Bytes stored",
     "saves_dropped_blocks": "Blocks not stored because there was no room for them in memory",
@@ -48,6 +63,8 @@ class Load:
 
     plans: for each worker's namespace id, where its blocks are; tokens: of all that is stored, u32
     little-endian; tables: up to `end`, with a null for each block that is not to be loaded.
+    window: vLLM counts on the window before `end` as well, from a slot; None if it replays it, ()
+    if it has no blocks for it.
     """
 
     request: str
@@ -58,6 +75,7 @@ class Load:
     plans: dict[bytes, Plan]
     tokens: bytes
     tables: Tables
+    window: Tables | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +83,8 @@ class Save:
     """Store the blocks first..first+n-1 of a request, once this step is computed.
 
     tokens: of the request, from where the last Save's ended up to the end of these blocks; anew:
-    from the first on, forget what was said before. tables: of these blocks only.
+    from the first on, forget what was said before. tables: of these blocks only; windows: what is
+    kept in slots at their ends.
     """
 
     request: str
@@ -75,6 +94,7 @@ class Save:
     adapter: str
     tokens: bytes
     tables: Tables
+    windows: tuple[Window, ...] = ()
 
 
 @dataclass
@@ -86,9 +106,10 @@ class Meta(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Hello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """A worker's identity as Identity.to_json has it."""
+    """A worker's identity as Identity.to_json has it, and the id of its slot pool."""
 
     identity: dict[str, Any]
+    pool: bytes = b""
 
 
 @dataclass

@@ -14,15 +14,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvfs.chain import PrefixHasher, as_u32
 from kvfs.connectors.vllm_identity import variant
 from kvfs.connectors.vllm_layout import NULL_BLOCK, Group
-from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, WorkerNews
+from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, Window, WorkerNews
+from kvfs.connectors.vllm_request import Fetch, Known, cacheable, progress
 from kvfs.connectors.vllm_settings import Settings
+from kvfs.connectors.vllm_slots import Finder
+from kvfs.connectors.vllm_window import longest, window_tables
 from kvfs.errors import InputError, KvfsError
 from kvfs.fetcher.engine import Fetcher
 from kvfs.fetcher.ticket import Ticket
@@ -35,68 +37,6 @@ from kvfs.store import Store
 log = logging.getLogger(__name__)
 _LOADS_A_REQUEST = 2
 """Loads of one request that are tried, before all of it is computed."""
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """A fetch under way: one ticket for each worker's namespace."""
-
-    first: int
-    end: int
-    until: float
-    tickets: Future[list[Ticket]]
-
-    def good(self) -> int | None:
-        """Blocks of the prefix that every worker has verified; None while that may still grow."""
-        if not self.tickets.done():
-            return None if time.monotonic() < self.until else 0
-        if self.tickets.exception() is not None:
-            return 0
-        tickets = self.tickets.result()
-        if not all(t.done for t in tickets) and time.monotonic() < self.until:
-            return None
-        return self.first + min((t.good for t in tickets), default=0)
-
-    def landed(self) -> list[Ticket]:
-        """The tickets, if the fetch process has answered."""
-        if not self.tickets.done() or self.tickets.exception() is not None:
-            return []
-        return self.tickets.result()
-
-    def release(self) -> None:
-        def let_go(future: Future[list[Ticket]]) -> None:
-            if not future.cancelled() and future.exception() is None:
-                for ticket in future.result():
-                    ticket.release()
-
-        self.tickets.add_done_callback(let_go)
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is known of one of vLLM's requests."""
-
-    request: Any
-    salt: str
-    adapter: str
-    hashers: list[tuple[Namespace, PrefixHasher]] = field(default_factory=list)
-    hashed: int = 0
-    plans: dict[bytes, Plan] = field(default_factory=dict)
-    fetch: _Fetch | None = None
-    start: int = 0
-    """Tokens vLLM had itself at the last look-up."""
-    loads: int = 0
-    saved: int = 0
-    """Leading blocks that need not be stored any more."""
-    told: int = 0
-    """Tokens the worker has been told."""
-    saving: bool = True
-    counted: bool = False
-
-    def release(self) -> None:
-        if self.fetch is not None:
-            self.fetch.release()
-            self.fetch = None
 
 
 class SchedulerSide:
@@ -118,17 +58,25 @@ class SchedulerSide:
         """(request, first block, end) of what was stored since the last look."""
         self._adapters = adapters
         self._identities: list[Identity] = []
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Known] = {}
         self._finished: list[str] = []
         self._pending: list[Load] = []
         self._following = Following(store).start()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvfs-ask")
         self._fetcher: Fetcher | None = None
+        self._finder: Finder | None = None
+        self._windows: Sequence[Group] = ()
 
-    def ready(self, identities: Sequence[Identity], fetcher: Fetcher | None) -> None:
-        """identities: of all workers; fetcher: None if the workers read themselves."""
+    def ready(
+        self, identities: Sequence[Identity], fetcher: Fetcher | None,
+        finder: Finder | None = None, windows: Sequence[Group] = (),
+    ) -> None:  # fmt: skip
+        """identities: of all workers; fetcher: None if the workers read themselves; finder: of
+        slots of the windows of some groups, None if vLLM replays them."""
         self._identities = list(identities)
         self._fetcher = fetcher
+        self._finder = finder
+        self._windows = windows
 
     @property
     def block_tokens(self) -> int:
@@ -139,7 +87,10 @@ class SchedulerSide:
     def matched(self, request: Any, computed: int) -> int | None:
         """Tokens behind the first `computed` that can be loaded; None: ask again."""
         r = self._known(request)
-        if r is None or not self.loads or r.loads >= _LOADS_A_REQUEST:
+        if r is None:
+            return 0
+        r.slot = None
+        if not self.loads or r.loads >= _LOADS_A_REQUEST:
             return 0
         try:
             return self._matched(r, computed)
@@ -147,7 +98,7 @@ class SchedulerSide:
             log.warning("%s: no look-up: %s", self.store.path, e)
             return 0
 
-    def _matched(self, r: _Request, computed: int) -> int | None:
+    def _matched(self, r: Known, computed: int) -> int | None:
         size, tokens = self.block_tokens, int(r.request.num_tokens)
         if r.fetch is None:
             stored = self._look_up(r)
@@ -158,24 +109,45 @@ class SchedulerSide:
                 self._count_lookup(r, 0)
                 return 0
             if self._fetcher is None:
-                self._count_lookup(r, most * size - computed)
-                return most * size - computed
+                return self._offer(r, computed, most)
             r.fetch = self._begin(self._fetcher, r, first, most)
+            self._window(r, most * size)  # looked for beside the fetch
         elif r.start != computed:  # vLLM's own cache has changed meanwhile
             r.release()
             return self._matched(r, computed)
         good = r.fetch.good()
-        if good is None:
+        return None if good is None else self._offer(r, computed, good)
+
+    def _offer(self, r: Known, computed: int, good: int) -> int | None:
+        """Tokens behind the first `computed` of so many blocks that are there, and with them the
+        window before their end if there is a slot; None while that is not known."""
+        end = good * self.block_tokens
+        hit = max(0, end - computed)
+        window = self._window(r, end) if hit else False
+        if window is None:
             return None
-        hit = max(0, good * size - computed)
-        if good < r.fetch.end and not r.counted:
+        if r.fetch is not None and good < r.fetch.end and not r.counted:
             self._short(r, r.fetch, good)
+        r.end, r.slot = end, end if window else None
         self._count_lookup(r, hit)
         if not hit:
             r.release()
         return hit
 
-    def _short(self, r: _Request, fetch: _Fetch, good: int) -> None:
+    def _window(self, r: Known, end: int) -> bool | None:
+        """Whether there is a slot at `end`; None while that is not known."""
+        if self._finder is None or r.slotless:
+            return False
+        if r.search is None or r.search.end != end:
+            r.search = self._finder.search(self._pool, [hasher for _, hasher in r.hashers], end)
+        return r.search.there()
+
+    def offered(self, request: Any) -> tuple[int, int | None]:
+        """Tokens up to which the last load of a request goes, and the anchor of its slot."""
+        r = self._requests.get(request.request_id)
+        return (0, None) if r is None else (r.end, r.slot)
+
+    def _short(self, r: Known, fetch: Fetch, good: int) -> None:
         """Less came than is stored: what is gone is forgotten, so that it can be stored again."""
         self.stats.count("fetches_short")
         r.saved = min(r.saved, good)
@@ -191,7 +163,7 @@ class SchedulerSide:
         except KvfsError as e:
             log.warning("%s: block %d cannot be forgotten: %s", ns.name, block, e)
 
-    def _count_lookup(self, r: _Request, hit: int) -> None:
+    def _count_lookup(self, r: Known, hit: int) -> None:
         if r.counted:
             return
         r.counted = True
@@ -199,7 +171,7 @@ class SchedulerSide:
         self.stats.count("hit_tokens", hit)
         self.stats.count("miss_tokens", max(0, r.request.num_tokens - r.start - hit))
 
-    def _known(self, request: Any) -> _Request | None:
+    def _known(self, request: Any) -> Known | None:
         """The request's record; None if it is not cached at all."""
         r = self._requests.get(request.request_id)
         if r is None and self._identities:
@@ -207,11 +179,11 @@ class SchedulerSide:
             if not cacheable(request) or adapter is None:
                 self.stats.count("requests_not_cacheable")
                 return None
-            r = _Request(request, request.cache_salt or "", adapter)
+            r = Known(request, request.cache_salt or "", adapter)
             self._requests[request.request_id] = r
         return r
 
-    def _look_up(self, r: _Request) -> int:
+    def _look_up(self, r: Known) -> int:
         """Blocks that are stored for every worker. Fills in the plans."""
         if not r.hashers:
             r.hashers = [(ns, ns.hasher()) for ns in self._namespaces(r)]
@@ -228,7 +200,7 @@ class SchedulerSide:
         r.saved = stored
         return stored
 
-    def _namespaces(self, r: _Request) -> list[Namespace]:
+    def _namespaces(self, r: Known) -> list[Namespace]:
         """The namespaces that exist; a worker makes those that do not, when it first stores."""
         found = []
         for identity in self._identities:
@@ -237,7 +209,7 @@ class SchedulerSide:
                 found.append(self.store.catalog.get(own, self.settings.ttl_class))
         return found if len(found) == len(self._identities) else []
 
-    def _begin(self, fetcher: Fetcher, r: _Request, first: int, end: int) -> _Fetch:
+    def _begin(self, fetcher: Fetcher, r: Known, first: int, end: int) -> Fetch:
         seconds = self.settings.fetch_seconds
 
         def ask() -> list[Ticket]:
@@ -253,7 +225,7 @@ class SchedulerSide:
                 for ns, hasher in r.hashers
             ]
 
-        return _Fetch(first, end, time.monotonic() + seconds, self._pool.submit(ask))
+        return Fetch(first, end, time.monotonic() + seconds, self._pool.submit(ask))
 
     # what the worker has to do
 
@@ -268,8 +240,9 @@ class SchedulerSide:
         # All that the plans are of: a hit renews the whole of what is stored.
         stored = max(plan.stored_tokens for plan in r.plans.values())
         tokens = bytes(as_u32(list(request.all_token_ids[:stored])))
+        window = window_tables(tables, self._windows, end) if r.slot == end else None
         self._pending.append(
-            Load(request.request_id, r.start, end, r.salt, r.adapter, r.plans, tokens, own)
+            Load(request.request_id, r.start, end, r.salt, r.adapter, r.plans, tokens, own, window)
         )
 
     def _needed(
@@ -286,7 +259,7 @@ class SchedulerSide:
         meta = Meta(self._pending, [], self._finished)
         self._pending, self._finished = [], []
         if self.saves and self._identities:
-            for request, done in _progress(output):
+            for request, done in progress(output):
                 if request in self._requests:
                     self._requests[request].release()  # what was fetched is loaded
                 save = self._save(output, request, done)
@@ -304,7 +277,8 @@ class SchedulerSide:
         end = known // size
         if end <= r.saved:
             return None
-        tables = self._tables(output.kv_connector_block_state.get_block_ids(request), r.saved, end)
+        given = output.kv_connector_block_state.get_block_ids(request)
+        tables = self._tables(given, r.saved, end)
         if tables is None:
             # A window has passed over blocks that are not stored: nothing behind them can be.
             r.saving = False
@@ -312,9 +286,28 @@ class SchedulerSide:
         if r.saved * size < r.told:
             r.told = 0  # back to before what the worker knows
         tokens = bytes(as_u32(list(r.request.all_token_ids[r.told : end * size])))
-        save = Save(request, r.saved, r.told == 0, r.salt, r.adapter, tokens, tables)
+        windows = tuple(self._kept(r, given, r.saved * size, end * size))
+        save = Save(request, r.saved, r.told == 0, r.salt, r.adapter, tokens, tables, windows)
         r.told, r.saved = end * size, end
         return save
+
+    def _kept(
+        self, r: Known, tables: Sequence[Sequence[int]], first: int, end: int
+    ) -> Iterable[Window]:
+        """The windows to keep at boundaries behind `first`, up to `end`: at the last one of a
+        prompt that leaves a token to compute, and behind it."""
+        if self._finder is None:
+            return
+        size, prompt = self.block_tokens, int(r.request.num_prompt_tokens)
+        last = max(0, prompt - 1) // size * size
+        # A window that was replayed is not quite what would have been computed.
+        replayed = r.request.replay_start
+        exact = replayed + 2 * longest(self._windows) if replayed else 0
+        for at in sorted({last, end}):
+            if max(first, last - 1, exact - 1) < at <= end:
+                found = window_tables(tables, self._windows, at)
+                if found:
+                    yield Window(at, at <= prompt, found)
 
     def _tables(
         self, tables: Sequence[Sequence[int]] | None, first: int, end: int
@@ -336,6 +329,7 @@ class SchedulerSide:
             r = self._requests.get(request)
             if r is not None:
                 r.release()
+                r.slotless = True
         for request, (first, end) in news.stored.items():
             r = self._requests.get(request)
             if r is not None:
@@ -359,29 +353,10 @@ class SchedulerSide:
         self._pool.shutdown(cancel_futures=True)
         if self._fetcher is not None:
             self._fetcher.close()
+        if self._finder is not None:
+            self._finder.close()
         self._following.stop()
         self.store.close()
-
-
-def cacheable(request: Any) -> bool:
-    """Whether a request's KV is a function of its tokens, salt and adapter.
-
-    Not so with images, sound or embeddings in the prompt: their tokens do not say which.
-    """
-    return (
-        request.prompt_token_ids is not None
-        and request.prompt_embeds is None
-        and not request.mm_features
-        and request.pooling_params is None
-    )
-
-
-def _progress(output: Any) -> Iterable[tuple[str, int]]:
-    """(request, tokens computed before this step) of what runs in a step."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
 
 
 def check_groups(groups: Sequence[Group], identity: Identity) -> None:

@@ -30,6 +30,9 @@ class Settings:
     arena_bytes    shared memory of a fetch process that has to be started
     save_bytes     memory for blocks on their way to the store; what does not fit is not stored
     flush_seconds  how long a process that ends waits for its last blocks to be stored
+    slot_bytes     host memory of a worker for windows that vLLM could replay, 0 for none
+    slot_seconds   how long a window is looked for, after that vLLM replays it
+    secret_file    the fleet's secret, to have such windows from other hosts; "" for this host's
     """
 
     store: str
@@ -43,15 +46,20 @@ class Settings:
     arena_bytes: int = 2 << 30
     save_bytes: int = 256 << 20
     flush_seconds: float = 10.0
+    slot_bytes: int = 256 << 20
+    slot_seconds: float = 0.05
+    secret_file: str = ""
 
     def __post_init__(self) -> None:
         if not self.store:
             raise InputError("kv_connector_extra_config needs `store`, the store's directory")
         if self.fetch not in ("process", "inline"):
             raise InputError(f"fetch is {self.fetch!r}; it can be process or inline")
-        for name in ("block_tokens", "arena_bytes", "save_bytes", "fetch_seconds"):
+        for name in ("block_tokens", "arena_bytes", "save_bytes", "fetch_seconds", "slot_seconds"):
             if getattr(self, name) <= 0:
                 raise InputError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.slot_bytes < 0:
+            raise InputError(f"slot_bytes must not be negative, and is {self.slot_bytes}")
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:

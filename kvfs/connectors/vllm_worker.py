@@ -20,8 +20,9 @@ import torch
 from kvfs.chain import PrefixHasher
 from kvfs.connectors.vllm_identity import variant
 from kvfs.connectors.vllm_layout import NULL_BLOCK, Layout
-from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, WorkerNews
+from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, Tables, WorkerNews
 from kvfs.connectors.vllm_settings import Settings
+from kvfs.connectors.vllm_slots import Keeper
 from kvfs.errors import KvfsError
 from kvfs.fetcher.engine import Fetcher
 from kvfs.gpu.host_memory import Landed
@@ -32,6 +33,8 @@ from kvfs.plan import Plan
 from kvfs.store import Store
 
 log = logging.getLogger(__name__)
+_Taken = tuple[Save, Any, list[Any]]
+"""What is to be stored, its rows, and its windows."""
 _HOLD_SECONDS = 1.0
 """Puts are held back so long at most, however many loads there are."""
 
@@ -47,13 +50,15 @@ class WorkerSide:
 
     def __init__(
         self, settings: Settings, store: Store, identity: Identity, layout: Layout,
-        fetcher: Fetcher | None,
+        fetcher: Fetcher | None, keeper: Keeper | None = None,
     ) -> None:  # fmt: skip
-        """fetcher: None to read in this process."""
+        """fetcher: None to read in this process; keeper: of windows that vLLM could replay, None
+        where it replays them."""
         self.settings = settings
         self.store = store
         self.identity = identity
         self.layout = layout
+        self.keeper = keeper
         self._fetcher = fetcher
         self._swapper = layout.swapper()
         self._lock = threading.Lock()
@@ -61,7 +66,9 @@ class WorkerSide:
         self._news = WorkerNews()
         self._loaded: dict[str, bool] = {}
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[tuple[Save, Any] | str | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[tuple[Save, Any, list[Any]] | str | None] = (
+            queue.SimpleQueue()
+        )
         self._loading = 0
         self._waiting_bytes = 0
         self._stored = threading.Condition(self._lock)
@@ -98,8 +105,7 @@ class WorkerSide:
             self._saves.put(request)
 
     def _take(self, save: Save) -> None:
-        blocks = len(save.tables[0]) // len(self.layout.slots(0, 0))
-        size = blocks * self.layout.row_bytes
+        blocks, size = self._size(save)
         with self._lock:
             room = self._waiting_bytes + size <= self.settings.save_bytes
             self._waiting_bytes += size if room else 0
@@ -108,7 +114,16 @@ class WorkerSide:
         if not room:
             self._off.add(save.request)
             return
-        self._saves.put((save, self.layout.gather(save.tables)))
+        windows = []
+        if self.keeper is not None:
+            windows = [self.keeper.gather(window.tables) for window in save.windows]
+        self._saves.put((save, self.layout.gather(save.tables), windows))
+
+    def _size(self, save: Save) -> tuple[int, int]:
+        """Blocks, and bytes of host memory until they are stored."""
+        blocks = len(save.tables[0]) // len(self.layout.slots(0, 0))
+        slots = 0 if self.keeper is None else len(save.windows) * self.keeper.row_bytes
+        return blocks, blocks * self.layout.row_bytes + slots
 
     def loaded(self) -> dict[str, bool]:
         """Requests whose load ended since the last call, and whether all of it came."""
@@ -163,6 +178,8 @@ class WorkerSide:
         if plan is None:
             return False
         hasher = ns.hasher(load.tokens)
+        if load.window is not None and not self._load_window(load, load.window, hasher):
+            return False
         ticket = self._ticket(ns, plan, hasher, first, end)
         swap = self._swapper.load(_Hit(end), ticket, self._tables(load, first, end))
         good = swap.finish()
@@ -172,6 +189,16 @@ class WorkerSide:
         if self._fetcher is not None:
             self.store.note_hit(ns, plan, hasher)
         self._count("load_bytes", (end - first) * self.layout.row_bytes)
+        return True
+
+    def _load_window(self, load: Load, tables: Tables, hasher: PrefixHasher) -> bool:
+        why = "this worker keeps no slots"
+        if self.keeper is not None:
+            why = self.keeper.load(hasher, load.end, tables)
+        if why:
+            log.info("%s: %s", load.request, why)
+            return False
+        self._count("slots_loaded")
         return True
 
     def _blocks(self, load: Load) -> tuple[int, int]:
@@ -216,18 +243,22 @@ class WorkerSide:
         while (job := self._saves.get()) is not None:
             if isinstance(job, str):
                 hashers.pop(job, None)
+                if self.keeper is not None:
+                    self.keeper.forget(job)
                 continue
-            save, rows = job
+            save, rows, windows = job
             self._idle.wait(0 if self._closed else _HOLD_SECONDS)
             try:
-                self._put(hashers, save, rows)
+                self._put(hashers, save, rows, windows)
             except Exception as e:
                 self._failed(save, e)
             with self._stored:
-                self._waiting_bytes -= rows.numel()
+                self._waiting_bytes -= self._size(save)[1]
                 self._stored.notify_all()
 
-    def _put(self, hashers: dict[str, PrefixHasher], save: Save, rows: Any) -> None:
+    def _put(
+        self, hashers: dict[str, PrefixHasher], save: Save, rows: Any, windows: list[Any]
+    ) -> None:
         ns = self._namespace(save.salt, save.adapter)
         hasher = hashers.get(save.request)
         if save.anew or hasher is None:
@@ -241,6 +272,9 @@ class WorkerSide:
         with self._lock:
             first = self._news.stored.get(save.request, (save.first, 0))[0]
             self._news.stored[save.request] = first, hasher.n_blocks
+        for window, row in zip(save.windows, windows, strict=False):
+            if self.keeper is not None and self.keeper.keep(save.request, hasher, window, row):
+                self._count("slots_stored")
 
     def _failed(self, save: Save, error: Exception) -> None:
         log.warning("%s: not stored: %s", self.identity.name, error)
@@ -269,6 +303,8 @@ class WorkerSide:
         if not self._threads[0].is_alive():
             self._swapper.close()
         if not any(thread.is_alive() for thread in self._threads):
+            if self.keeper is not None:
+                self.keeper.close()
             try:
                 self.store.close()
             except KvfsError as e:

@@ -49,3 +49,29 @@ def mistral() -> Any:
     from tiny_models import build
 
     return build("mistral")
+
+
+@pytest.fixture
+def backend(store_dir: Path) -> Any:
+    """The storage of a new store, to which things can happen."""
+    from kvfs.backend import PosixBackend
+    from kvfs.testing.faults import FaultyBackend
+
+    Store.init(store_dir).close()
+    return FaultyBackend(PosixBackend(str(store_dir)))
+
+
+@pytest.fixture
+def halves(tmp_path: Path, backend: Any) -> Iterator[Any]:
+    """Makes halves of the vLLM connector; shm: name of the host's memory for slots."""
+    from vllm_halves import Half
+
+    made: list[Half] = []
+
+    def make(config: Any, seed: int = 1, shm: str = "shm", **settings: Any) -> Half:
+        made.append(Half(tmp_path, config, seed, backend, tmp_path / shm, **settings))
+        return made[-1]
+
+    yield make
+    for half in made:
+        half.close()

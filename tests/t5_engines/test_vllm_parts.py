@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,163 +13,33 @@ pytest.importorskip("vllm", reason="make test-engines")
 
 import torch
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.sampling_params import SamplingParams
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.request import Request
+from vllm_halves import (
+    IDS,
+    PAGES,
+    TABLE,
+    TOKENS,
+    config_of,
+    full,
+    request,
+    sliding,
+    stored,
+    tensors,
+    v41,
+)
 
-from kvfs import Store
-from kvfs.backend import PosixBackend
 from kvfs.connectors.vllm import KvfsConnector
-from kvfs.connectors.vllm_identity import base_identity
-from kvfs.connectors.vllm_layout import Layout, groups_of, measure
+from kvfs.connectors.vllm_layout import groups_of, measure
 from kvfs.connectors.vllm_meta import COUNTERS, KvfsPromMetrics, KvfsStats, Meta, WorkerNews
-from kvfs.connectors.vllm_scheduler import SchedulerSide
-from kvfs.connectors.vllm_settings import Settings
 from kvfs.connectors.vllm_window import loaded_group_ids
-from kvfs.connectors.vllm_worker import WorkerSide
 from kvfs.errors import InputError
 from kvfs.gpu.host_memory import Landed
 from kvfs.gpu.paged import HOLE
 from kvfs.gpu.swap_in import Swapper
-from kvfs.layout import Partition
-from kvfs.testing.faults import CutAt, Fail, FaultyBackend
+from kvfs.testing.faults import CutAt, Fail
 
 pytestmark = pytest.mark.engines
-
-PAGES, TOKENS = 40, 64
-
-
-def full(tokens: int = TOKENS, **more: Any) -> Any:
-    return kv.FullAttentionSpec(
-        block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32, **more
-    )
-
-
-def sliding(window: int, tokens: int = TOKENS) -> Any:
-    return kv.SlidingWindowSpec(
-        block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=window
-    )
-
-
-def config_of(*specs: Any) -> Any:
-    groups = [
-        kv.KVCacheGroupSpec([f"model.layers.{2 * g + i}.attn" for i in range(2)], spec)
-        for g, spec in enumerate(specs)
-    ]
-    return kv.KVCacheConfig(num_blocks=PAGES, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def tensors(config: Any, seed: int) -> dict[str, Any]:
-    make = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn((PAGES, 1, group.kv_cache_spec.block_size, 16), generator=make)
-        for group in config.kv_cache_groups
-        for name in group.layer_names
-    }
-
-
-class Half:
-    """A worker and a scheduler over one store, and the steps between them."""
-
-    def __init__(self, base: Path, config: Any, seed: int, backend: Any, **settings: Any) -> None:
-        self.config = config
-        self.caches = tensors(config, seed)
-        self.settings = Settings(store=str(base / "store"), fetch="inline", **settings)
-        self.layout: Layout = measure(config, self.caches, 128)
-        model = SimpleNamespace(
-            model="m", dtype=torch.float32, quantization=None, max_model_len=1,
-            hf_config=SimpleNamespace(to_dict=dict),
-        )  # fmt: skip
-        vllm_config = SimpleNamespace(
-            model_config=model, cache_config=SimpleNamespace(cache_dtype="auto")
-        )
-        identity = base_identity(
-            vllm_config, self.layout, "0.32.0", Partition(), weights="w", tokenizer="t", salt="",
-            backend="b",
-        )  # fmt: skip
-        self.backend = backend
-        self.worker = WorkerSide(self.settings, self._open(), identity, self.layout, None)
-        self.scheduler = SchedulerSide(
-            self.settings, self._open(), groups_of(config), loads=True, saves=True,
-            adapters=lambda lora: "" if lora is None else None,
-        )  # fmt: skip
-        self.scheduler.ready([identity], None)
-
-    def _open(self) -> Store:
-        return Store.open(self.settings.store, backend=self.backend)
-
-    def step(self, output: Any) -> None:
-        meta = self.scheduler.meta(output)
-        self.worker.start_loads(meta)
-        self.worker.take_saves(meta)
-
-    def compute(self, request: Any, done: int, count: int, tables: Any) -> None:
-        """A step in which vLLM computes `count` tokens of a request behind the first `done`."""
-        state = SimpleNamespace(get_block_ids=lambda _: tables)
-        cached = SimpleNamespace(req_ids=[request.request_id], num_computed_tokens=[done])
-        self.step(
-            SimpleNamespace(
-                scheduled_new_reqs=[], scheduled_cached_reqs=cached,
-                num_scheduled_tokens={request.request_id: count}, kv_connector_block_state=state,
-            )
-        )  # fmt: skip
-
-    def load(self, request: Any, hit: int, tables: Any) -> bool:
-        self.scheduler.allocated(request, tables, hit)
-        nothing = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        self.step(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=nothing))
-        until = time.monotonic() + 10
-        while not (loaded := self.worker.loaded()):
-            assert time.monotonic() < until
-        news = self.worker.news()
-        if news is not None:
-            self.scheduler.heard(news)
-        return loaded[request.request_id]
-
-    def close(self) -> None:
-        self.worker.close()
-        self.scheduler.close()
-
-
-def request(ids: list[int], name: str = "r", **more: Any) -> Any:
-    return Request(name, ids, SamplingParams(max_tokens=4), None, **more)
-
-
-IDS = list(range(1000, 1000 + 600))
-TABLE = list(range(1, 11))
-
-
-@pytest.fixture
-def backend(store_dir: Path) -> FaultyBackend:
-    Store.init(store_dir).close()
-    return FaultyBackend(PosixBackend(str(store_dir)))
-
-
-@pytest.fixture
-def halves(tmp_path: Path, backend: FaultyBackend) -> Iterator[Any]:
-    made: list[Half] = []
-
-    def make(config: Any, seed: int = 1, **settings: Any) -> Half:
-        made.append(Half(tmp_path, config, seed, backend, **settings))
-        return made[-1]
-
-    yield make
-    for half in made:
-        half.close()
-
-
-def stored(halves: Any, config: Any) -> Half:
-    """A process that has stored the prompt, in two steps, and is gone."""
-    half: Half = halves(config)
-    r, tables = request(IDS), tuple([TABLE] * len(config.kv_cache_groups))
-    assert half.scheduler.matched(r, 0) == 0
-    half.compute(r, 0, 300, tables)
-    half.compute(r, 300, 300, tables)
-    assert half.worker.flush(10)
-    assert half.worker.stats().data["stored_blocks"] == 4
-    return half
-
 
 # layout
 
@@ -242,15 +109,6 @@ def test_dimensions_in_any_order_in_memory_and_kernel_blocks() -> None:
 
 
 # the window that vLLM can replay
-
-
-def v41() -> Any:
-    mla = kv.MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    window = kv.SlidingWindowMLASpec(
-        block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=128,
-        bounded_replay=True,
-    )  # fmt: skip
-    return config_of(mla, window)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +186,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("fault", [*(Fail(e) for e in ERRORS), CutAt(30_000, errno.EIO)], ids=str)
-def test_a_read_that_fails_is_computed(halves: Any, backend: FaultyBackend, fault: Any) -> None:
+def test_a_read_that_fails_is_computed(halves: Any, backend: Any, fault: Any) -> None:
     """F2: the load fails, the worker lives, and another prompt is served right after it."""
     config = config_of(full(), sliding(128))
     first, second = stored(halves, config), halves(config, seed=2)
@@ -346,7 +204,7 @@ def test_a_read_that_fails_is_computed(halves: Any, backend: FaultyBackend, faul
     assert first.worker.stats() is None
 
 
-def test_a_request_is_not_loaded_for_ever(halves: Any, backend: FaultyBackend) -> None:
+def test_a_request_is_not_loaded_for_ever(halves: Any, backend: Any) -> None:
     config = config_of(full())
     stored(halves, config)
     second, r = halves(config, seed=2), request(IDS)
@@ -357,9 +215,7 @@ def test_a_request_is_not_loaded_for_ever(halves: Any, backend: FaultyBackend) -
         assert second.scheduler.matched(r, 0) == 0
 
 
-def test_what_a_failed_load_did_not_bring_is_stored_again(
-    halves: Any, backend: FaultyBackend
-) -> None:
+def test_what_a_failed_load_did_not_bring_is_stored_again(halves: Any, backend: Any) -> None:
     config = config_of(full())
     stored(halves, config)
     second, r, tables = halves(config, seed=2), request(IDS), (list(range(20, 30)),)
@@ -376,7 +232,7 @@ def test_what_a_failed_load_did_not_bring_is_stored_again(
 # saving
 
 
-def test_a_full_disk_drops_saves(halves: Any, backend: FaultyBackend, expect_logs: Any) -> None:
+def test_a_full_disk_drops_saves(halves: Any, backend: Any, expect_logs: Any) -> None:
     expect_logs("not stored")
     half, r = halves(config_of(full())), request(IDS)
     assert half.scheduler.matched(r, 0) == 0
@@ -396,7 +252,7 @@ def test_saves_that_do_not_fit_are_dropped(halves: Any) -> None:
     assert half.worker.stats().data == {"saves_dropped_blocks": 4}
 
 
-def test_puts_wait_for_loads(halves: Any, backend: FaultyBackend) -> None:
+def test_puts_wait_for_loads(halves: Any, backend: Any) -> None:
     config = config_of(full())
     stored(halves, config)
     second, r = halves(config, seed=2), request(IDS)
