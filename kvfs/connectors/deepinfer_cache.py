@@ -36,7 +36,7 @@ class Settings:
     store, index   directory of the store, and of this host's indexes ("" for the usual place)
     weights, tokenizer   revision or digest of each
     salt           tenant salt of all requests
-    ttl_class      of what is stored
+    ttl_class      of what is stored; "": chatbot where the store has it, else the longest
     slot_bytes     host memory for sliding windows; 0: none are kept, every hit replays
     slot_directory  where it is
     address        where `kvctl serve` of this host answers for its slots, "" if it does not
@@ -54,7 +54,7 @@ class Settings:
     tokenizer: str
     index: str = ""
     salt: str = ""
-    ttl_class: str = "chatbot"
+    ttl_class: str = ""
     slot_bytes: int = 1 << 30
     slot_directory: str = "/dev/shm"
     address: str = ""

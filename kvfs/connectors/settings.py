@@ -44,7 +44,7 @@ class KeyedSettings:
 
     store          directory of the store (made with `kvctl init`)
     index          directory of this host's indexes, "" for the usual place
-    ttl_class      TTL class of what is stored
+    ttl_class      TTL class of what is stored; "": chatbot where the store has it, else the longest
     weights        revision of the weights, "" to find it: a digest over the files of a local
                    directory, or what the engine knows of a model hub's commit
     salt           tenant salt of all requests, besides a request's own
@@ -58,7 +58,7 @@ class KeyedSettings:
 
     store: str
     index: str = ""
-    ttl_class: str = "chatbot"
+    ttl_class: str = ""
     weights: str = ""
     salt: str = ""
     fetch: str = "process"

@@ -83,7 +83,7 @@ class CacheStore:
     def __init__(
         self, store: Store, model: Any, *, weights: str, tokenizer: str, name: str = "",
         adapter: str = "", salt: str = "", hash: str = "xxh3-128",
-        partition: Partition | None = None, block_tokens: int = 128, ttl_class: str = "chatbot",
+        partition: Partition | None = None, block_tokens: int = 128, ttl_class: str = "",
     ) -> None:  # fmt: skip
         """store: an open store; model: a causal language model in eval mode.
 
