@@ -320,3 +320,20 @@ def test_what_was_told_is_forgotten_in_time(hosts: list[PaperHost]) -> None:
     first.index.write(lambda a: told.forget_before(a, first.now + 1))
     assert first.index.query(lambda a: len(list(scan(a.txn, TOLD)))) == 0
     assert first.check(B) == 6
+
+
+def test_what_waits_for_its_parent_is_renewed_and_removed_too(hosts: list[PaperHost]) -> None:
+    """Also when what was told is forgotten before the parent comes."""
+    first, second, third = hosts
+    first.put(A[:2])
+    second.follow(first, 10)
+    second.put(A)
+    third.follow(second, 100)
+    assert third.index.counters()["orphans"] == 1 and third.check(A) == 0
+    second.keep(A, 700_000)
+    second.cut(A, 4)
+    third.follow(second, 100)
+    third.index.write(lambda a: told.forget_before(a, 1 << 60))
+    third.follow(first, 100)
+    assert expiries(third, A)[-1] == (2, 2, 700_000) and third.check(A) == 4
+    assert third.index.counters()["orphans"] == 0 and index_faults(third.index) == []
