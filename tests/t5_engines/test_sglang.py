@@ -156,17 +156,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers generates."""
-    from transformers import AutoModelForCausalLM
-
-    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    out = []
-    for ids in prompts:
-        tokens = own.generate(
-            torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None
-        )
-        out.append(tokens[0, LENGTH:].tolist())
-    return out
+    return vllm_tiny.greedy(model, prompts)
 
 
 def test_without_kvfs(model: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:

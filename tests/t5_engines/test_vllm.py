@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm", reason="make test-engines")
 
 from vllm_support import BLOCK, Place, Vllm, said
-from vllm_tiny import make, prompt
+from vllm_tiny import greedy, make, prompt
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -32,6 +32,7 @@ class Scene(NamedTuple):
     prompts: list[list[int]]
     plain: list[Any]
     engine: Vllm
+    model: Path
 
 
 def stage(name: str, base: Path, models: Path) -> Iterator[Scene]:
@@ -44,7 +45,7 @@ def stage(name: str, base: Path, models: Path) -> Iterator[Scene]:
     with Vllm(model, place.transfer(), environment=place.environment, **chunks) as engine:
         assert [said(engine.generate(ids)[0]) for ids in prompts] == [said(p) for p in plain]
     with Vllm(model, place.transfer(), environment=place.environment, **chunks) as engine:
-        yield Scene(place, prompts, plain, engine)
+        yield Scene(place, prompts, plain, engine, model)
     place.close()
 
 
@@ -71,6 +72,10 @@ def test_another_process_computes_the_tail_alone(scene: Scene) -> None:
         assert scene.engine.news["hit_tokens"] == whole(ids)
         assert scene.engine.news["miss_tokens"] == len(ids) - whole(ids)
         assert said(answer) == said(plain)
+
+
+def test_the_tokens_are_those_of_transformers(scene: Scene) -> None:
+    assert [p["tokens"] for p in scene.plain] == greedy(scene.model, scene.prompts)
 
 
 def test_prompts_together(scene: Scene) -> None:

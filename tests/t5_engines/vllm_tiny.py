@@ -66,6 +66,23 @@ def make(name: str, directory: Path, seed: int = 1234) -> Path:
     return path
 
 
+def greedy(model: Path, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
+    """What transformers generates with a model that `make` has written."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    out = []
+    for ids in prompts:
+        given = torch.tensor([ids])
+        answer = own.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, do_sample=False,
+            eos_token_id=None,
+        )  # fmt: skip
+        out.append(answer[0, len(ids) :].tolist())
+    return out
+
+
 def prompt(length: int, seed: int = 7) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(10, VOCABULARY - 10) for _ in range(length)]
