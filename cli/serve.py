@@ -103,8 +103,10 @@ def command(
             counters = {} if peers is None else peers.app.counters
             output.json_line(
                 {
-                    "turns": following.turns, "entries": following.entries,
-                    "passes": 0 if keeper is None else keeper.passes, "requests": counters,
+                    "turns": following.turns,
+                    "entries": following.entries,
+                    "passes": 0 if keeper is None else keeper.passes,
+                    "requests": counters,
                 }
             )
 
