@@ -57,4 +57,7 @@ class Periodic:
             except (KvfsError, OSError) as e:
                 self._log.warning("%s: %s", self._what, e)
                 self._stopped.wait(FAULT_SECONDS)
+            except Exception:  # a bug in one turn must not end the work for good
+                self._log.exception("%s", self._what)
+                self._stopped.wait(FAULT_SECONDS)
             self._stopped.wait(self.pause())

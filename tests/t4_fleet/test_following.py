@@ -325,6 +325,25 @@ def test_storage_that_fails_is_tried_again(stock: Stock, expect_logs: Any) -> No
     assert following.problems == []
 
 
+def test_a_bug_in_one_turn_does_not_end_the_following(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch, expect_logs: Any
+) -> None:
+    expect_logs("following ")
+    stock.put(tokens(1, 40))
+    host = other(stock, catch_up=False)
+    turn, turns = Following.turn, []
+
+    def fails_once(following: Following) -> Any:
+        turns.append(1)
+        if len(turns) == 1:
+            raise ZeroDivisionError("a bug")
+        return turn(following)
+
+    monkeypatch.setattr(Following, "turn", fails_once)
+    with Following(host.store, interval=0.02):
+        until(lambda: host.stored(tokens(1, 40)) == 10)
+
+
 def until(true: Any, seconds: float = 20.0) -> None:
     """Waits for what other processes or threads do."""
     end = time.monotonic() + seconds
