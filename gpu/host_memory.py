@@ -8,6 +8,7 @@ says why.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -146,6 +147,8 @@ class HostBuffer:
 
     def __init__(self, size: int) -> None:
         self._map = mmap.mmap(-1, max(1, size))
+        with contextlib.suppress(OSError):  # a system without huge pages has small ones
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[:size]
         self.pin = Pinned(self._map)
 

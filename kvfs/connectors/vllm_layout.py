@@ -141,13 +141,16 @@ class Layout:
         n = self.block_tokens // self.groups[group].block_tokens
         return range(block * n, (block + 1) * n)
 
-    def gather(self, tables: Sequence[Sequence[int]]) -> Any:
+    def gather(self, tables: Sequence[Sequence[int]], into: Any = None) -> Any:
         """Rows in host memory: a uint8 tensor [blocks, row_bytes].
 
-        tables: for each group, the vLLM blocks that hold the tokens, in order.
+        tables: for each group, the vLLM blocks that hold the tokens, in order; into: a tensor of as
+        many bytes, else it is new memory.
         """
         count = len(tables[0]) // len(self.slots(0, 0))
-        rows = torch.empty((count, self.row_bytes), dtype=torch.uint8)
+        if into is None:
+            into = torch.empty(count * self.row_bytes, dtype=torch.uint8)
+        rows = into.view(count, self.row_bytes)
         for piece in self.pieces:
             pages, table = self.pages[piece.layer], tables[piece.group]
             if pages.device.type == "cpu":

@@ -80,9 +80,9 @@ class Keeper:
         """Bytes of a window."""
         return self._layout.row_bytes
 
-    def gather(self, tables: Tables) -> Any:
-        """The bytes of a window in host memory, within the step that has just computed it."""
-        return self._layout.gather(tables)
+    def gather(self, tables: Tables, into: Any) -> Any:
+        """The bytes of a window, within the step that has just computed it. into: where to."""
+        return self._layout.gather(tables, into)
 
     def keep(self, request: str, hasher: PrefixHasher, window: Window, row: Any) -> bool:
         """Puts a window into a slot; says whether it is there now.

@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from kvfs.chain import PrefixHasher
 from kvfs.connectors.vllm_identity import variant
 from kvfs.connectors.vllm_layout import NULL_BLOCK, Layout
+from kvfs.connectors.vllm_memory import SaveMemory
 from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, Tables, WorkerNews
 from kvfs.connectors.vllm_settings import Settings
 from kvfs.connectors.vllm_slots import Keeper
@@ -33,8 +35,8 @@ from kvfs.plan import Plan
 from kvfs.store import Store
 
 log = logging.getLogger(__name__)
-_Taken = tuple[Save, Any, list[Any]]
-"""What is to be stored, its rows, and its windows."""
+_Taken = tuple[Save, Any, Sequence[Any]]
+"""What is to be stored, the bytes of its rows (None: they could not be had), and its windows."""
 _HOLD_SECONDS = 1.0
 """Puts are held back so long at most, however many loads there are."""
 
@@ -66,11 +68,9 @@ class WorkerSide:
         self._news = WorkerNews()
         self._loaded: dict[str, bool] = {}
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[tuple[Save, Any, list[Any]] | str | None] = (
-            queue.SimpleQueue()
-        )
+        self._saves: queue.SimpleQueue[_Taken | str | None] = queue.SimpleQueue()
         self._loading = 0
-        self._waiting_bytes = 0
+        self._memory = SaveMemory(settings.save_bytes)
         self._stored = threading.Condition(self._lock)
         self._idle = threading.Event()
         self._idle.set()
@@ -105,25 +105,28 @@ class WorkerSide:
             self._saves.put(request)
 
     def _take(self, save: Save) -> None:
-        blocks, size = self._size(save)
+        blocks = len(save.tables[0]) // len(self.layout.slots(0, 0))
+        own = blocks * self.layout.row_bytes
+        each = 0 if self.keeper is None else self.keeper.row_bytes
+        wanted = save.windows if self.keeper is not None else ()
         with self._lock:
-            room = self._waiting_bytes + size <= self.settings.save_bytes
-            self._waiting_bytes += size if room else 0
-            if not room:
+            memory = self._memory.take(own + len(wanted) * each)
+            if memory is None:
                 self._stats.count("saves_dropped_blocks", blocks)
-        if not room:
+        if memory is None:
             self._off.add(save.request)
             return
-        windows = []
-        if self.keeper is not None:
-            windows = [self.keeper.gather(window.tables) for window in save.windows]
-        self._saves.put((save, self.layout.gather(save.tables), windows))
-
-    def _size(self, save: Save) -> tuple[int, int]:
-        """Blocks, and bytes of host memory until they are stored."""
-        blocks = len(save.tables[0]) // len(self.layout.slots(0, 0))
-        slots = 0 if self.keeper is None else len(save.windows) * self.keeper.row_bytes
-        return blocks, blocks * self.layout.row_bytes + slots
+        windows = memory[own:].split(each) if wanted else ()
+        try:
+            self.layout.gather(save.tables, memory[:own])
+            for window, into in zip(wanted, windows, strict=True):
+                assert self.keeper is not None
+                self.keeper.gather(window.tables, into)
+        except Exception as e:
+            self._failed(save, e)
+            self._saves.put((save, None, ()))
+            return
+        self._saves.put((save, memory[:own], windows))
 
     def loaded(self) -> dict[str, bool]:
         """Requests whose load ended since the last call, and whether all of it came."""
@@ -249,22 +252,23 @@ class WorkerSide:
             save, rows, windows = job
             self._idle.wait(0 if self._closed else _HOLD_SECONDS)
             try:
-                self._put(hashers, save, rows, windows)
+                if rows is not None:
+                    self._put(hashers, save, rows, windows)
             except Exception as e:
                 self._failed(save, e)
             with self._stored:
-                self._waiting_bytes -= self._size(save)[1]
+                self._memory.give_back()
                 self._stored.notify_all()
 
     def _put(
-        self, hashers: dict[str, PrefixHasher], save: Save, rows: Any, windows: list[Any]
+        self, hashers: dict[str, PrefixHasher], save: Save, rows: Any, windows: Sequence[Any]
     ) -> None:
         ns = self._namespace(save.salt, save.adapter)
         hasher = hashers.get(save.request)
         if save.anew or hasher is None:
             hasher = hashers[save.request] = ns.hasher()
         hasher.extend(save.tokens)
-        result = self.store.put(ns, hasher, rows.view(-1).numpy(), first_block=save.first)
+        result = self.store.put(ns, hasher, rows.numpy(), first_block=save.first)
         self._count("stored_blocks", result.stored)
         self._count("stored_bytes", result.bytes)
         if result.error is not None:
@@ -284,7 +288,7 @@ class WorkerSide:
     def flush(self, seconds: float) -> bool:
         """Waits until what was taken is stored, or could not be; says whether that is so."""
         with self._stored:
-            return self._stored.wait_for(lambda: not self._waiting_bytes, seconds)
+            return self._stored.wait_for(lambda: not self._memory.used, seconds)
 
     # the end
 
@@ -305,6 +309,7 @@ class WorkerSide:
         if not any(thread.is_alive() for thread in self._threads):
             if self.keeper is not None:
                 self.keeper.close()
+            self._memory.close()
             try:
                 self.store.close()
             except KvfsError as e:

@@ -252,6 +252,21 @@ def test_saves_that_do_not_fit_are_dropped(halves: Any) -> None:
     assert half.worker.stats().data == {"saves_dropped_blocks": 4}
 
 
+def test_blocks_that_cannot_be_copied_are_not_stored(halves: Any, expect_logs: Any) -> None:
+    """vLLM's step goes on, and what is taken after them is stored."""
+    expect_logs("not stored")
+    half, r = halves(config_of(full())), request(IDS)
+    assert half.scheduler.matched(r, 0) == 0
+    half.compute(r, 0, 600, ([PAGES + i for i in range(10)],))
+    other = request(IDS[:300], "other")
+    assert half.scheduler.matched(other, 0) == 0
+    half.compute(other, 0, 300, (TABLE,))
+    assert half.worker.flush(10)
+    assert half.worker.stats().data == {
+        "saves_failed": 1, "stored_blocks": 2, "stored_bytes": 2 * 2 * 128 * 64,
+    }  # fmt: skip
+
+
 def test_puts_wait_for_loads(halves: Any, backend: Any) -> None:
     config = config_of(full())
     stored(halves, config)
