@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import xxhash
@@ -135,6 +135,20 @@ class RunEntry:
     @property
     def count(self) -> int:
         return len(self.hashes) // HASH_BYTES
+
+    def part(self, first: int, end: int) -> RunEntry:
+        """The blocks first..end-1 as a run of their own."""
+        if (first, end) == (0, self.count):
+            return self
+        at = first * HASH_BYTES
+        return replace(
+            self,
+            slot=self.slot + first,
+            block=self.block + first,
+            parent=self.hashes[at - HASH_BYTES : at] if first else self.parent,
+            heads=self.heads + self.hashes[:HASH_BYTES] if first else self.heads,
+            hashes=self.hashes[at : end * HASH_BYTES],
+        )
 
     def body(self) -> bytes:
         fixed = _RUN.pack(

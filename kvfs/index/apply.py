@@ -212,6 +212,10 @@ class Applier:
 
     def _place(self, entry: RunEntry, count: int, moved: bool) -> list[tuple[RunEntry, bool]]:
         """Places one run; returns those that have waited for a block of it."""
+        if moved and self._moves:
+            parts = list(moves.settled(self, entry))
+            if parts != [entry]:
+                return [(part, True) for part in reversed(parts)]  # the first one is taken first
         number = self.segment_number(entry.segment)
         segment = None if number is None else self.segment(number)
         if segment is None or segment.state != LIVE:

@@ -10,10 +10,11 @@ Functions over one transaction; nothing is kept between calls.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfs.chain import HASH_BYTES
-from kvfs.frames import MovedEntry, MoveEntry
+from kvfs.frames import MovedEntry, MoveEntry, RunEntry
 from kvfs.index.schema import (
     ALIAS,
     MOVE,
@@ -75,6 +76,20 @@ def away(applier: Applier, segment: bytes, first: int, count: int) -> Iterator[S
         start, end = max(slot, first), min(slot + n, first + count)
         if start < end:
             yield Stretch(start, end - start, target, at + start - slot)
+
+
+def settled(applier: Applier, entry: RunEntry, moves: int = _MOST_MOVES) -> Iterator[RunEntry]:
+    """Yields the parts of a run where they are now, after later moves that were read before it."""
+    at = 0
+    for s in away(applier, entry.segment, entry.slot, entry.count) if moves else ():
+        first = s.slot - entry.slot
+        if first > at:
+            yield entry.part(at, first)
+        gone = entry.part(first, first + s.count)
+        yield from settled(applier, replace(gone, segment=s.segment, slot=s.at), moves - 1)
+        at = first + s.count
+    if at < entry.count:
+        yield entry.part(at, entry.count)
 
 
 def run_of(applier: Applier, ns: int, head: bytes) -> Run | None:

@@ -357,21 +357,8 @@ def _without(entry: RunEntry, removed: set[bytes]) -> Iterator[RunEntry]:
         while end < entry.count and _hash(entry.hashes, end) not in removed:
             end += 1
         if end > at:
-            yield _piece(entry, at, end)
+            yield entry.part(at, end)
         at = end + 1
-
-
-def _piece(entry: RunEntry, first: int, end: int) -> RunEntry:
-    if (first, end) == (0, entry.count):
-        return entry
-    return dataclasses.replace(
-        entry,
-        slot=entry.slot + first,
-        block=entry.block + first,
-        parent=_hash(entry.hashes, first - 1) if first else entry.parent,
-        heads=entry.heads + _hash(entry.hashes, 0) if first else entry.heads,
-        hashes=entry.hashes[first * HASH_BYTES : end * HASH_BYTES],
-    )
 
 
 def was_removed(applier: Applier, entry: RunEntry, i: int) -> bool:

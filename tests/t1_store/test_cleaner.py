@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvfs.follow import checkpoint
+from kvfs.frames import DropEntry, MoveEntry, NamespaceEntry, RunEntry
 from kvfs.gc.cleaner import Cleaned, Cleaner
 from kvfs.gc.expiry import Expiry
 from kvfs.gc.occupancy import occupied, worth_cleaning
 from kvfs.gc.throttle import Bucket
+from kvfs.index import Index
 from kvfs.index.schema import ALIASES, DROPPED, LIVE, MOVED, scan
 from kvfs.repair.fsck import fsck
 from kvfs.repair.rebuild import rebuild
+from kvfs.scan.journals import JournalTail, journal_files, read_journal
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import START, Stock, flip, tokens
 from kvfs.writer import Writer
@@ -234,6 +238,34 @@ def test_other_hosts_follow(stock: Stock, tmp_path: Path) -> None:
     assert extents(other, prompt) == [(0, 20)] and other.good(prompt) == 20
     assert other.store.fetch(other.ns, plan, prompt, blocks=20).blocks == 20
     sound(other)
+
+
+def test_moves_that_are_heard_of_in_any_order(stock: Stock, tmp_path: Path) -> None:
+    """Moves of one moment, or by clocks that differ, come in by another order than they went."""
+    stock.put(A)
+    for _ in range(3):
+        clean(stock)
+    (last,) = stock.store.check(stock.ns, A).extents
+    backend, store = stock.store.backend, stock.store.uuid
+    entries = [
+        entry
+        for writer, number in journal_files(backend)
+        for entry in read_journal(backend, writer, number, store, JournalTail(""))
+        if entry is not None and not isinstance(entry, DropEntry)
+    ]
+    moves = [e for e in entries if isinstance(e, MoveEntry)]
+    others = [e for e in entries if not isinstance(e, MoveEntry | RunEntry)]
+    others.sort(key=lambda e: not isinstance(e, NamespaceEntry))
+    runs = [e for e in entries if isinstance(e, RunEntry)]
+    assert len(moves) == 3 and len(runs) == 1
+    for number, order in enumerate(itertools.permutations(moves)):
+        index = Index(str(tmp_path / f"index{number}"), store)
+        for entry in (*others, *runs, *order):
+            index.write(lambda applier, entry=entry: applier.apply(entry))
+        (run,) = index.all_runs(index.namespaces()[stock.ns.nsid][0])
+        shown = index.segment(run.seg)
+        assert (shown.segment, run.slot, run.count) == (last.segment_id, last.slot, 10)
+        index.close()
 
 
 def test_a_cut_and_a_renewal_by_a_host_that_has_not_heard(stock: Stock, tmp_path: Path) -> None:
