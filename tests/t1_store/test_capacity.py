@@ -163,7 +163,7 @@ def test_the_reserve_of_the_file_system(stock: Stock) -> None:
 
 
 def test_a_loud_namespace_loses_its_own(stock: Stock) -> None:
-    """K6: ten times its quota, while another one keeps all it has."""
+    """Ten times its quota, while another one keeps all it has."""
     other = stock.store.create_namespace(small_identity(salt="b"))
     quiet = tokens(7, 400)
     assert put(stock, other, quiet) is None

@@ -203,7 +203,7 @@ def test_rebuilt_from_the_segments_it_is_all_there(stock: Stock) -> None:
 
 
 def test_what_is_renewed_or_removed_while_copying(stock: Stock) -> None:
-    """E3: looked at again in the transaction that publishes."""
+    """Looked at again in the transaction that publishes."""
     for prompt in (A, B, C):
         stock.put(prompt)
     copy = Cleaner._publish
@@ -232,7 +232,7 @@ def test_other_hosts_follow(stock: Stock, tmp_path: Path) -> None:
     other = stock.another(index=str(tmp_path / "other"))
     plan = other.store.check(other.ns, prompt)
     clean(stock)
-    # E4: before it hears of the move the other host still reads the old place, in its grace.
+    # Before it hears of the move the other host still reads the old place, in its grace.
     assert other.good(prompt) == 20
     other.store.catch_up()
     assert extents(other, prompt) == [(0, 20)] and other.good(prompt) == 20

@@ -45,7 +45,7 @@ def stock(place: Path) -> Iterator[Stock]:
     made.close()
 
 
-# one environment per process (D1)
+# one environment per process
 
 
 def test_one_directory_by_several_names(stock: Stock, place: Path) -> None:
@@ -164,7 +164,7 @@ def test_forking_while_others_are_in_the_middle(stock: Stock) -> None:
     assert index_faults(stock.store.index) == []
 
 
-# readers that die or stay (D2)
+# readers that die or stay
 
 
 DIE_READING = """
@@ -233,7 +233,7 @@ def test_a_reader_that_stays_costs_room_only_while_it_stays(stock: Stock) -> Non
     assert stock.store.stats()["index_bytes"] <= grown
 
 
-# a map that is too small (D3)
+# a map that is too small
 
 
 GROW = """
@@ -296,7 +296,7 @@ def test_a_map_that_is_too_small_grows_under_all_its_users(place: Path) -> None:
     stock.close()
 
 
-# an index that is spoilt (D6)
+# an index that is spoilt
 
 
 class Spoilt:
@@ -473,7 +473,7 @@ def test_a_process_that_only_reads_leaves_the_stamp(spoilt: Spoilt) -> None:
 
 @pytest.mark.slow
 def test_a_million_rows_are_ready_in_time(place: Path) -> None:
-    """BUGS J5: at once after an orderly stop, in ten seconds after a kill."""
+    """At once after an orderly stop, in ten seconds after a kill."""
     stock = Stock.make(place / "store", index=str(place / "index"))
     segment, runs = b"0" * 16, 340_000
 

@@ -106,7 +106,7 @@ def test_a_short_count_is_no_error(stock: Stock, faults: FaultyBackend) -> None:
 def test_what_only_makes_it_faster_may_be_missing(
     stock: Stock, faults: FaultyBackend, code: int
 ) -> None:
-    """BUGS I6: a file system that takes no reservations and no hints."""
+    """A file system that takes no reservations and no hints."""
     for op in ("reserve", "write_behind"):
         faults.on(op, do=Fail(code), times=None)
     assert stock.put(tokens(1, 4000)).complete

@@ -1,4 +1,4 @@
-"""What a hit renews, how often, and up to which time: E6. The clock is moved by hand."""
+"""What a hit renews, how often, and up to which time. The clock is moved by hand."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ TOKENS: dict[str, Callable[[list[int]], Any]] = {
 
 @pytest.mark.parametrize("form", TOKENS)
 def test_tokens_of_every_kind_are_the_same_prompt(stock: Stock, form: str) -> None:
-    """BUGS A6: one prompt, put as one kind, checked and fetched as any other."""
+    """One prompt, put as one kind, checked and fetched as any other."""
     given = TOKENS[form](PROMPT)
     assert stock.store.put(stock.ns, given, rows(stock)).stored == 10
     for other in TOKENS.values():
@@ -130,7 +130,7 @@ def test_blocks_that_do_not_fit_are_refused(stock: Stock, form: str) -> None:
 
 
 def test_a_remainder_is_left_out_and_counted(quick_store: Path) -> None:
-    """BUGS B6: only whole blocks can be found."""
+    """Only whole blocks can be found."""
     stock = Stock.make(quick_store, identity={"block_tokens": 128})
     for n, (count, blocks) in enumerate(
         [(100, 0), (127, 0), (128, 1), (129, 1), (255, 1), (256, 2)]
@@ -251,7 +251,7 @@ def test_a_plan_says_what_may_be_hit(stock: Stock) -> None:
 
 @pytest.mark.parametrize(("tokens_", "hit"), [(261, 0), (262, 128), (1280, 1024), (1414, 1280)])
 def test_a_ring_is_left_to_compute(quick_store: Path, tokens_: int, hit: int) -> None:
-    """BUGS B2: with a window of 128 and 6 tokens to take back."""
+    """With a window of 128 and 6 tokens to take back."""
     state = StateLayout(window=128, backtrack=6, layers=1, token_bytes=16)
     stock = Stock.make(quick_store, identity={"block_tokens": 128, "state": state})
     prompt = tokens(1, tokens_)
@@ -353,7 +353,7 @@ with Store.open(path, index=index) as store:
 
 
 def test_put_in_one_process_check_in_others(store_dir: Path, tmp_path: Path) -> None:
-    """BUGS A1: whatever the seed of Python's own hash."""
+    """Whatever the seed of Python's own hash."""
     Store.init(store_dir).close()
     base = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     base["PYTHONPATH"] = str(Path(kvfs.__file__).parents[1])
@@ -447,7 +447,7 @@ def test_markers_that_are_not_ours(store_dir: Path, content: str, message: str) 
 
 
 def test_a_store_that_is_away_takes_nothing(stock: Stock) -> None:
-    """BUGS I4: nothing is written below the mount point while the mount is away."""
+    """Nothing is written below the mount point while the mount is away."""
     away = Path(f"{stock.store.path}.away")
     fresh = stock.another()  # whose process has not stored anything yet
     os.rename(stock.store.path, away)

@@ -112,7 +112,7 @@ def test_an_arena_beyond_all_memory_is_refused_with_both_figures() -> None:
 
 
 def test_sizes_are_exact() -> None:
-    """G4: no rounding up to a power of two, in address space or in memory."""
+    """No rounding up to a power of two, in address space or in memory."""
     code = """if True:
         from kvfs.arena import Arena
         def rss():
@@ -130,7 +130,7 @@ def test_sizes_are_exact() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# G2: what dead owners leave
+# what dead owners leave
 
 
 def _owner(directory: Path, size: int = 8 * MIB) -> int:
@@ -221,7 +221,7 @@ def test_killed_fetchers_leave_one_arena_at_most(stock: Stock, connect: Connect,
     assert not list(shm.iterdir())
 
 
-# G1: a small file system
+# a small file system
 
 
 @pytest.fixture

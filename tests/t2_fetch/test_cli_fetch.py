@@ -155,7 +155,7 @@ _HANGS = """if True:
 
 
 def test_a_deadline_is_kept_while_the_storage_hangs(stock: Stock, prompt: Path) -> None:
-    """F3: within half a second."""
+    """Within half a second."""
     code = _HANGS.format(path=stock.store.path)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

@@ -282,7 +282,7 @@ def test_at_its_deadline_a_ticket_keeps_the_good_prefix() -> None:
 
 
 def test_a_range_that_is_being_read_into_is_nobody_elses() -> None:
-    """F3: a read that hangs may end long after everybody has given up on it."""
+    """A read that hangs may end long after everybody has given up on it."""
     rig = Rig(8)
     ticket = rig.ask([("a", 0, 8)])
     hanging = rig.take()

@@ -356,7 +356,7 @@ def test_what_the_plan_does_not_have_cannot_be_asked_for(
 def test_a_deadline_delivers_the_good_prefix_in_time(
     stock: Stock, faults: FaultyBackend, start: Start
 ) -> None:
-    """F3: storage that hangs."""
+    """Storage that hangs."""
     prompt = stored(stock, 1, 300)
     hold = Hold(0)
     faults.on("readv", "seg/*", nth=6, do=hold, times=None)
@@ -512,7 +512,7 @@ def test_an_arena_full_of_blocks_in_use_says_busy(stock: Stock, start: Start) ->
 
 
 def test_one_hot_prefix_is_read_once_for_all(stock: Stock, start: Start) -> None:
-    """F6: 64 clients at once."""
+    """64 clients at once."""
     prompt = stored(stock, 1, 300)
     fetcher = start(arena_bytes=32 * MIB)
     clients = [fetcher.client() for _ in range(64)]
@@ -534,7 +534,6 @@ def test_one_hot_prefix_is_read_once_for_all(stock: Stock, start: Start) -> None
 
 
 def test_the_shared_half_of_two_prefixes_is_read_once(stock: Stock, start: Start) -> None:
-    """F6."""
     one = stored(stock, 1, 200)
     two = stored(stock, 2, 100, one[: BLOCK * 100])
     fetcher = start(arena_bytes=32 * MIB)
@@ -548,7 +547,7 @@ def test_the_shared_half_of_two_prefixes_is_read_once(stock: Stock, start: Start
 def test_the_others_go_on_when_the_first_to_ask_dies(
     stock: Stock, faults: FaultyBackend, start: Start
 ) -> None:
-    """F6: the leader is killed half way; nothing is read a second time."""
+    """The leader is killed half way; nothing is read a second time."""
     prompt, hold = stored(stock, 1, 300), Hold(0)
     faults.on("readv", "seg/*", nth=5, do=hold, times=None)
     fetcher = start(faults, threads=1, arena_bytes=32 * MIB)
@@ -722,7 +721,7 @@ def test_a_ticket_is_looked_at_often_only_when_something_is_about_to_come() -> N
 
 
 def test_the_answer_limit_is_short() -> None:
-    assert client_module.ANSWER_SECONDS <= 2.5, "F3: a fetch returns within its deadline + 0.5 s"
+    assert client_module.ANSWER_SECONDS <= 2.5, "a fetch returns within its deadline + 0.5 s"
 
 
 def test_reads_of_a_local_disk_go_one_by_one_where_the_cache_has_nothing(

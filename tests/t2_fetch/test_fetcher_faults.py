@@ -1,4 +1,4 @@
-"""Groups F1 to F3: whatever the storage does, a fetch is the good prefix and a reason, in time; the
+"""Whatever the storage does, a fetch is the good prefix and a reason, in time; the
 fetcher lives and serves the next one; the index forgets what is bad for good."""
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def test_the_record_of_another_block_is_not_delivered(stock: Stock, start: Start
 
 @pytest.mark.parametrize("how", ["removed", "directory", "empty", "cut", "zeros", "chmod"])
 def test_a_segment_that_is_not_there_as_it_was(how: str, stock: Stock, start: Start) -> None:
-    """F1: somebody did something to a file of the store."""
+    """Somebody did something to a file of the store."""
     prompt, other = stored(stock, 1, 60), stored(stock, 2, 30)
     stock.another().put([*prompt[: 16 * 50], *range(16 * 40)])  # by another writer, another file
     plan_paths = {e.segment for e in stock.store.check(stock.ns, prompt).extents}
@@ -265,7 +265,7 @@ def test_a_segment_that_is_not_there_as_it_was(how: str, stock: Stock, start: St
 def test_a_store_whose_mount_is_away_is_down_and_nothing_is_forgotten(
     stock: Stock, start: Start
 ) -> None:
-    """I3: it looks like all its segments removed."""
+    """It looks like all its segments removed."""
     prompt, cached = stored(stock, 1, 60), stored(stock, 2, 60)
     fetcher = start()
     client = fetcher.client()
@@ -313,7 +313,7 @@ def test_report_bad_forgets_no_more_than_it_must(stock: Stock) -> None:
     assert stock.stored(fork) == 10 == stock.stored(shared)
 
 
-# F3: storage that hangs
+# storage that hangs
 
 
 def test_hanging_storage_costs_nobody_more_than_the_deadline(

@@ -243,7 +243,7 @@ def test_a_client_that_is_only_idle_stays(
 def test_idle_strangers_do_not_keep_others_out(
     start: Start, stock: Stock, rough: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K4: a thousand connections that say nothing."""
+    """A thousand connections that say nothing."""
     monkeypatch.setattr(server, "MAX_CLIENTS", 50)
     fetcher = start()
     before = _memory()

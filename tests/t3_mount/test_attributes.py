@@ -1,4 +1,4 @@
-"""What du, df, find, stat and getfattr say, and what each costs in requests (H4)."""
+"""What du, df, find, stat and getfattr say, and what each costs in requests."""
 
 from __future__ import annotations
 

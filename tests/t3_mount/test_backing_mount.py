@@ -1,4 +1,4 @@
-"""I3, I4: the mount that a store lies on goes away under those who use it, and comes back."""
+"""The mount that a store lies on goes away under those who use it, and comes back."""
 
 from __future__ import annotations
 

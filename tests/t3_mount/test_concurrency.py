@@ -1,4 +1,4 @@
-"""Readers of a mount while others put, evict and collect, on storage that is slow or hangs (H7)."""
+"""Readers of a mount while others put, evict and collect, on storage that is slow or hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bad record, or one bug, is one caller's error and a log line; the mount lives on (H2)."""
+"""One bad record, or one bug, is one caller's error and a log line; the mount lives on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From mounting to the end: signals, dead mounts, busy ones, and who may not (H1, H9)."""
+"""From mounting to the end: signals, dead mounts, busy ones, and who may not."""
 
 from __future__ import annotations
 

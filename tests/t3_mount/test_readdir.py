@@ -1,4 +1,4 @@
-"""Listing: every entry exactly once, however many there are and whatever happens meanwhile (H3)."""
+"""Listing: every entry exactly once, however many there are and whatever happens meanwhile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LMCache with kvfs behind it: its real storage manager, and its server with vLLM before it.
 
-Rules out A4 (objects of another model, dtype or tenant), B1 (objects that are short) and F2 (a
-storage error that is served, or ends something).
+Ruled out are objects of another model, dtype or tenant, objects that are damaged, and a storage
+error that is served, or ends something.
 """
 
 from __future__ import annotations
