@@ -344,7 +344,7 @@ def test_a_bug_in_one_turn_does_not_end_the_following(
         until(lambda: host.stored(tokens(1, 40)) == 10)
 
 
-def until(true: Any, seconds: float = 20.0) -> None:
+def until(true: Any, seconds: float = 60.0) -> None:
     """Waits for what other processes or threads do."""
     end = time.monotonic() + seconds
     while not true():
