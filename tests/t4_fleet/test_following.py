@@ -485,6 +485,7 @@ def test_a_follower_killed_at_random_instants_goes_on_exactly(stock: Stock, ram_
         writer.kill()
 
 
+@pytest.mark.posix("how long it takes, is the stand-in's")
 def test_an_index_deleted_under_load_comes_back_while_the_others_serve(
     stock: Stock, ram_dir: Path
 ) -> None:
