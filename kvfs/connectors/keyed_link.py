@@ -1,11 +1,11 @@
 """The way to a store of an engine that keys its pages itself, and the rules for loads and stores.
 
-Such engines (SGLang, LMCache) ask from threads of their own: one looks pages up, one loads, one
-stores. Look-ups read the local index alone. A load has a deadline; when the storage did not answer
-one, nothing is found for a moment, so that requests do not wait for it one after the other. A store
-copies pages to memory of its own, bounded, and waits for the disk on another thread: the engine's
-memory may change as soon as the engine is told that the store failed. Stores wait for a gap between
-loads, and are dropped if there is none.
+Such engines (SGLang, LMCache, the offloading of vLLM) ask from threads of their own: one looks
+pages up, one loads, one stores. Look-ups read the local index alone. A load has a deadline; when
+the storage did not answer one, nothing is found for a moment, so that requests do not wait for it
+one after the other. A store copies pages to memory of its own, bounded, and waits for the disk on
+another thread: the engine's memory may change as soon as the engine is told that the store failed.
+Stores wait for a gap between loads, and are dropped if there is none.
 
 Thread-safe. Raises KvfsError only where it says so.
 """

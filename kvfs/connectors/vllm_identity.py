@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from kvfs.connectors.digests import COMMIT, WEIGHTS, digest_files, shaping, stretches
+from kvfs.connectors.settings import KeyedSettings
 from kvfs.connectors.vllm_layout import Layout
-from kvfs.connectors.vllm_settings import Settings
 from kvfs.errors import InputError
-from kvfs.layout import Identity, Partition, Span
+from kvfs.layout import EXTERNAL_HASH, Identity, Partition, Span
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
@@ -103,10 +103,10 @@ def find_weights(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
     )
 
 
-def tier_identity(
-    spec: Any, row_bytes: int, key_tokens: int, settings: Settings, cache: Path, version: str
-) -> Identity:
-    """The identity of chunks that vLLM names itself, by keys of `key_tokens` times four bytes.
+def tier_identities(
+    spec: Any, row_bytes: int, settings: KeyedSettings, cache: Path, version: str
+) -> dict[int, Identity]:
+    """For each KV cache group the identity of its chunks, which vLLM names itself.
 
     spec: vLLM's OffloadingSpec. A chunk holds the share of all ranks, so the number of ranks counts
     and none is one's own. Raises InputError if the weights cannot be told.
@@ -128,12 +128,17 @@ def tier_identity(
     digest = blake2b(json.dumps(shape).encode(), digest_size=8).hexdigest()
     files = digest_files(path, ("config.json",), cache) if path.exists() else ""
     minor = ".".join(version.split(".")[:2])
-    return Identity(
-        model=path.name or "model", weights=f"{weights} config:{files or 'none'}",
-        tokenizer="none", spans=(Span(0, "kv", 0, row_bytes),), row_bytes=row_bytes,
-        record_format=f"vllm-{minor}-chunks,{_plain(config.model.dtype)},layout:{digest}",
-        block_tokens=key_tokens, salt=settings.salt,
-    )  # fmt: skip
+    form = f"vllm-{minor}-chunks,{_plain(config.model.dtype)},layout:{digest}"
+    return {
+        g.group_id: Identity(
+            model=path.name or "model", weights=f"{weights} config:{files or 'none'}",
+            tokenizer="none", spans=(Span(0, "kv", 0, row_bytes),), row_bytes=row_bytes,
+            record_format=f"{form},group:{g.group_id}",
+            block_tokens=g.tokens_per_block * config.cache.blocks_per_chunk,
+            hash=EXTERNAL_HASH, salt=settings.salt,
+        )
+        for g in config.groups
+    }  # fmt: skip
 
 
 def find_tokenizer(vllm_config: Any, cache: str | os.PathLike[str]) -> str:

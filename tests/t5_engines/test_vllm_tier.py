@@ -62,6 +62,16 @@ def test_another_process_computes_the_tail_alone(scene: Scene) -> None:
     assert hits(scene.engine) >= 4
 
 
+def test_prefixes_are_chains(scene: Scene) -> None:
+    """Of the group that keeps all of its blocks: a prompt is one prefix, not as many as chunks."""
+    with scene.place.open() as store:
+        chains = {
+            ns.name: sorted((r.block, r.count) for r in store.index.all_runs(ns.number))
+            for ns in store.namespaces()
+        }
+    assert [(0, 4)] * 3 in chains.values(), chains
+
+
 def test_damage_is_computed(scene: Scene) -> None:
     """Every chunk of one prompt has a flipped bit; vLLM is told of each, and computes."""
     for segment in scene.place.segments():
