@@ -239,7 +239,7 @@ def test_killed_five_hundred_times(ram_dir: Path) -> None:
         ram_dir / "store", clock=Clock(time.time()), index=str(ram_dir / "looker"),
         grace_seconds=0.2, segment_bytes=1 << 17, classes={"brief": 1, "chatbot": 86_400},
     )  # fmt: skip
-    Limits(clean_share=0.95, copy_rate=None, remove_rate=None).save(stock.store.backend)
+    Limits(clean_share=0.8, copy_rate=None, remove_rate=None).save(stock.store.backend)
     found = known = 0
     with nursery(stock, place) as made:
         for kill in range(1, KILLS + 1):
