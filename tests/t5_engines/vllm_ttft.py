@@ -1,10 +1,10 @@
 """Time to first token of vLLM on this machine: a prompt that is stored beside one that is computed.
 
-    python vllm_ttft.py [--tokens 4096] [--model llama_bench] [--rounds 3]
+    python vllm_ttft.py [--tokens 4096 16384] [--model llama_bench] [--rounds 5]
 
-Three engines, one after the other: without kvfs, with kvfs and an empty store, with kvfs and what
-that one stored. Prints the best of each, since others
-use the machine as well, and how long vLLM waited for the connector itself.
+For each length three engines, one after the other: without kvfs, with kvfs and an empty store, with
+kvfs and what that one stored. Prints the best of each, since others use the machine as well, and
+how long vLLM waited for the connector itself.
 """
 
 from __future__ import annotations
@@ -41,20 +41,15 @@ def run(model: Path, place: Place | None, tokens: int, rounds: int) -> dict[str,
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--model", default="llama_bench")
-    parser.add_argument("--rounds", type=int, default=5)
-    a = parser.parse_args()
-    os.environ.setdefault("KVFS_INDEX_FORCE", "1")
+def compare(name: str, tokens: int, rounds: int) -> None:
+    """Prints the figures of one length."""
     with tempfile.TemporaryDirectory() as base:
-        model, place = make(a.model, Path(base)), Place(Path(base))
-        plain = run(model, None, a.tokens, a.rounds)
-        miss = run(model, place, a.tokens, a.rounds)
-        hit = run(model, place, a.tokens, a.rounds)
+        model, place = make(name, Path(base)), Place(Path(base))
+        plain = run(model, None, tokens, rounds)
+        miss = run(model, place, tokens, rounds)
+        hit = run(model, place, tokens, rounds)
         place.close()
-    print(f"{a.model}, {a.tokens} tokens, best of {a.rounds}")
+    print(f"{name}, {tokens} tokens, best of {rounds}")
     for what, found in (("without kvfs", plain), ("miss", miss), ("hit", hit)):
         print(
             f"{what:>13}: {found['seconds'] * 1e3:8.1f} ms to the first token, "
@@ -63,8 +58,20 @@ def main() -> None:
     share = miss["waited"] / plain["seconds"]
     print(
         f"a hit is {plain['seconds'] / hit['seconds']:.1f} times as fast; "
-        f"the connector takes {share:.2%} of a miss"
+        f"the connector takes {share:.2%} of a miss",
+        flush=True,
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--model", default="llama_bench")
+    parser.add_argument("--rounds", type=int, default=5)
+    a = parser.parse_args()
+    os.environ.setdefault("KVFS_INDEX_FORCE", "1")
+    for tokens in a.tokens:
+        compare(a.model, tokens, a.rounds)
 
 
 if __name__ == "__main__":
