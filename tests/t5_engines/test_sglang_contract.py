@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang", reason="make test-sglang")
+pytest.importorskip("sglang.srt.server_args", reason="make test-sglang")
 
 import sglang
 import sglang_fake
