@@ -75,13 +75,14 @@ test-gpu: $(VENV)/.test ## swap-in: its tests, those on a GPU where there is one
 	$(PY) -m pytest -q -rs tests/t5_engines/test_gpu_*.py $(PYTEST_ARGS)
 	$(PY) -m kvfs.gpu.bench
 
-# Each engine has an environment of its own: they pin other versions of the same packages.
+# Each engine has an environment of its own: they pin other versions of the same packages. Of our own
+# tree one is made after the other, since that writes into it.
 $(ENGINES)/%/.ready: .ci/%.txt $(VENV)/.system
 	$(PYTHON) -m venv $(ENGINES)/$*
 	$(ENGINES)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	    -r .ci/$*.txt
-	$(ENGINES)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
-	    --no-build-isolation -e .
+	flock $(ENGINES) $(ENGINES)/$*/bin/python -m pip --disable-pip-version-check install --quiet \
+	    --no-deps --no-build-isolation -e .
 	touch $@
 
 # The engines' own warnings are theirs.
@@ -113,7 +114,11 @@ test-deepinfer: $(ENGINES)/deepinfer/.ready ## the DeepInfer mixin, also beside 
 	KVFS_DEEPINFER_SOURCE=$(abspath $(ENGINES)/deepinfer/deepinfer-0.1.0) \
 	    $(PY) -m pytest -q -rs $(PYTEST_ARGS) tests/t5_engines/test_deepinfer*.py
 
-test-engines: test-vllm test-deepinfer test-sglang test-lmcache ## all inference engines, each in an environment of its own
+# Installed side by side, since each waits for the network and for one core in turn; tested one after
+# the other, since an engine takes all cores.
+test-engines: $(VENV)/.test ## all inference engines, each in an environment of its own
+	$(MAKE) -j4 $(foreach engine,vllm sglang lmcache deepinfer,$(ENGINES)/$(engine)/.ready)
+	$(MAKE) test-vllm test-deepinfer test-sglang test-lmcache
 
 lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
 	$(PY) -m ruff check .
