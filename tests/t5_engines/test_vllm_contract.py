@@ -169,8 +169,15 @@ def test_small_things() -> None:
     stored = BlockStored([b""], None, [], 1, None, None, None)
     assert stored.block_hashes == [b""]
     request = inspect.getsource(Request.__init__)
-    for name in ("cache_salt", "mm_features", "lora_request", "prompt_embeds", "block_hashes"):
+    names = "cache_salt mm_features lora_request prompt_embeds block_hashes replay_start"
+    for name in (*names.split(), "num_prompt_tokens"):
         assert f"self.{name}" in request
+    assert offload.get_offload_group_idx(offload.make_offload_key(bytes(32), 7)) == 7
+    context = offload.ReqContext("r")
+    context.set_offload_key_position(b"key", 256)
+    assert (context.get_offload_key_position(b"key"), context.get_offload_key_position(b"")) == (
+        256, None,
+    )  # fmt: skip
 
 
 def test_the_policy_for_failed_loads_is_read_after_the_connector_is_made() -> None:
