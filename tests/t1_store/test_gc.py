@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvfs.errors import BackendError, BusyError, NoStoreError
 from kvfs.gc.collector import Collector, GcResult
 from kvfs.gc.lease import Holder, Lease
 from kvfs.index.schema import CUTS, DROPPED, GONE, LIVE, scan_copies
+from kvfs.limits import Limits
 from kvfs.repair.fsck import fsck
 from kvfs.repair.rebuild import rebuild
 from kvfs.store import Store
@@ -755,26 +756,43 @@ store.close()
 """
 
 
-def start(stock: Stock, role: str, number: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROCESS, role, stock.store.path, str(number)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+Start = Callable[[str, int], subprocess.Popen[str]]
+"""Starts PROCESS in a role; it ends with the test."""
+
+
+@pytest.fixture
+def start(store_dir: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(role: str, number: int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, role, str(store_dir), str(number)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.slow
 @pytest.mark.crash
-def test_writers_readers_and_collectors_that_are_killed(store_dir: Path) -> None:
+def test_writers_readers_and_collectors_that_are_killed(store_dir: Path, start: Start) -> None:
     """No reader meets a wrong byte, no stored block is lost before its time, nothing is left."""
     # Large enough for any clock: these processes live in real time.
     stock = Stock.make(
         store_dir, clock=Clock(time.time()), grace_seconds=0.2, segment_bytes=1 << 16
     )
     stock.store.define_class("brief", 1)
-    others = [start(stock, role, n) for role in ("write", "read") for n in (1, 2)]
+    Limits(copy_rate=None, remove_rate=None).save(stock.store.backend)
+    others = [start(role, n) for role in ("write", "read") for n in (1, 2)]
     rng = random.Random(3)
     for n in range(9):
-        collector = start(stock, "collect", n)
+        collector = start("collect", n)
         out = collector.stdout
         assert out is not None and out.readline()
         if n == 8:  # the last one gets far enough to remove what it dropped
