@@ -19,7 +19,7 @@ class Settings:
 
     store          directory of the store (made with `kvctl init`)
     index          directory of this host's indexes, "" for the usual place
-    ttl_class      TTL class of what is stored
+    ttl_class      TTL class of what is stored; "": chatbot where the store has it, else the longest
     weights        revision of the weights, "" to find it: the commit of the model hub, or a digest
                    over the files of a local directory
     salt           tenant salt of all requests; a request's own `cache_salt` is added to it
@@ -37,7 +37,7 @@ class Settings:
 
     store: str
     index: str = ""
-    ttl_class: str = "chatbot"
+    ttl_class: str = ""
     weights: str = ""
     salt: str = ""
     block_tokens: int = 128

@@ -1,7 +1,7 @@
 """vLLM with the connector, whole engines: what one process has stored, another one is served.
 
-Rules out A4 (keys without the whole identity), B1 (a part of a block missing), B2 (a full hit that
-leaves nothing to compute) and F2 (an I/O error that kills a worker, or is served).
+Ruled out are keys without the whole identity, a part of a block missing, a full hit that leaves
+nothing to compute, and an I/O error that kills a worker, or is served.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_prompts_together(scene: Scene) -> None:
 
 
 def test_a_token_is_always_left_to_compute(scene: Scene) -> None:
-    """B2: with every block stored, at and around the ends of blocks."""
+    """With every block stored, at and around the ends of blocks."""
     ids = scene.prompts[0]
     for length in (1, 127, 128, 129, 255, 256, 257, 384, 512):
         (answer,) = scene.engine.generate(ids[:length], tokens=1)
@@ -110,7 +110,7 @@ def test_what_was_generated_is_found_in_the_next_turn(scene: Scene) -> None:
 
 
 def test_a_damaged_block_is_computed_and_stored_again(scene: Scene) -> None:
-    """B1: the flipped byte lies in one part of one layer; the prefix ends before that block."""
+    """The flipped byte lies in one part of one layer; the prefix ends before that block."""
     ids, plain = scene.prompts[1], scene.plain[1]
     with scene.place.open() as store:
         ns = next(n for n in store.namespaces() if store.check(n, ids).stored_blocks)
@@ -143,7 +143,7 @@ def test_expired_blocks_are_computed(scene: Scene) -> None:
 
 
 def test_a_store_that_goes_away_and_comes_back(scene: Scene) -> None:
-    """F2: nothing can be read or written meanwhile; no request fails, nothing is forgotten."""
+    """Nothing can be read or written meanwhile; no request fails, nothing is forgotten."""
     ids, plain = scene.prompts[0], scene.plain[0]
     away = scene.place.store.with_name("away")
     scene.place.store.rename(away)
@@ -184,7 +184,7 @@ def test_scheduler_and_worker_in_processes_of_their_own(tmp_path: Path, models: 
 
 
 def test_other_weights_under_the_same_name_share_nothing(tmp_path: Path, models: Path) -> None:
-    """A4: new weights in the directory, then another dtype, each with the others' blocks there."""
+    """New weights in the directory, then another dtype, each with the others' blocks there."""
     place, ids = Place(tmp_path), prompt(600)
     path = tmp_path / "model"
     answers = {}

@@ -1,4 +1,4 @@
-"""What tells one vLLM worker's KV from another's (A4); needs neither vLLM nor torch's models."""
+"""What tells one vLLM worker's KV from another's; needs neither vLLM nor torch's models."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_same_twice(tmp_path: Path) -> None:
 
 
 def test_every_difference_is_another_namespace(tmp_path: Path, store_dir: Path) -> None:
-    """A4: a prompt stored under one identity is a miss under each that differs in one thing."""
+    """A prompt stored under one identity is a miss under each that differs in one thing."""
     cache, path = tmp_path / "c", model_dir(tmp_path / "m")
     config, kv = vllm_config(path), cache_config()
     base = identity(config, cache)

@@ -187,7 +187,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("fault", [*(Fail(e) for e in ERRORS), CutAt(30_000, errno.EIO)], ids=str)
 def test_a_read_that_fails_is_computed(halves: Any, backend: Any, fault: Any) -> None:
-    """F2: the load fails, the worker lives, and another prompt is served right after it."""
+    """The load fails, the worker lives, and another prompt is served right after it."""
     config = config_of(full(), sliding(128))
     first, second = stored(halves, config), halves(config, seed=2)
     r, tables = request(IDS), (list(range(20, 30)),) * 2
