@@ -176,7 +176,9 @@ def test_scheduler_and_worker_in_processes_of_their_own(tmp_path: Path, models: 
     environment = {**place.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     answers = []
     for _ in range(2):
-        with Vllm(model, place.transfer(), environment=environment) as engine:
+        # Four processes begin at once: on a busy machine the first fetch takes its time.
+        transfer = place.transfer(fetch_seconds=30.0)
+        with Vllm(model, transfer, environment=environment) as engine:
             answers += engine.generate(ids)
     place.close()
     assert [a["cached"] for a in answers] == [0, 512]
