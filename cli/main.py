@@ -135,7 +135,9 @@ class Commands(click.Group):
             return e.exit_code
         except (output.OutputFailed, KeyboardInterrupt):
             raise
-        except Exception:
+        except Exception as e:
+            if _interrupted(e):
+                raise KeyboardInterrupt from None
             _internal_error(name)
             return EXIT_INTERNAL
 
@@ -162,6 +164,14 @@ def _output_failed(name: str, error: output.OutputFailed) -> int:
         return EXIT_BROKEN_PIPE
     output.message(f"{name}: {error}")
     return EXIT_OUTPUT
+
+
+def _interrupted(error: BaseException) -> bool:
+    """An interrupt came first: what it broke off may fail on its way out."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _internal_error(name: str) -> None:

@@ -57,8 +57,9 @@ def test_rows(name: str, tmp_path: Path) -> None:
     for row in rows.values():
         assert row["seconds"] > 0
         assert row["samples"] >= 2
-        assert row["ratio"] > 0
-        assert row["reference"] and row["reference_seconds"] > 0
+        if row["name"] != "state.pull.frozen":  # a deadline, which nothing is beside
+            assert row["ratio"] > 0
+            assert row["reference"] and row["reference_seconds"] > 0
         assert isinstance(row["within_limits"], bool)
         assert (row["limit_seconds"], row["ratio_limit"]) == pytest.approx(page[row["name"]])
     if name == "check":

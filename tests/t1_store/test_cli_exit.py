@@ -93,7 +93,7 @@ def test_an_interrupted_replay_leaves_nothing(tmp_path: Path, number: signal.Sig
         assert process.poll() is None
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, b"", b"")
+    assert (err, process.returncode, out) == (b"", 130, b"")
     assert os.listdir(tmp_path) == []
 
 
@@ -143,6 +143,23 @@ def test_a_bug_is_a_traceback_and_1(monkeypatch: pytest.MonkeyPatch, cli_store: 
     assert result.exit_code == 1
     assert "ZeroDivisionError: broken" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("kvctl: internal error")
+
+
+def test_what_an_interrupt_breaks_off_is_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from kvfs.cli.main import main as root
+    from kvfs.store import Store
+
+    def broken(*args: object, **how: object) -> Store:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ZeroDivisionError("on the way out")
+
+    monkeypatch.setattr(Store, "open", broken)
+    result = CliRunner().invoke(root, ["stats"], prog_name="kvctl")
+    assert (result.exit_code, result.stderr) == (130, "")
 
 
 def test_every_error_has_a_documented_code() -> None:
