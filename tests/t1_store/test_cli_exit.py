@@ -158,7 +158,7 @@ def test_what_an_interrupt_breaks_off_is_no_internal_error(monkeypatch: pytest.M
             raise ZeroDivisionError("on the way out")
 
     monkeypatch.setattr(Store, "open", broken)
-    result = CliRunner().invoke(root, ["stats"], prog_name="kvctl")
+    result = CliRunner().invoke(root, ["stats", "--store", "/nowhere"], prog_name="kvctl")
     assert (result.exit_code, result.stderr) == (130, "")
 
 
