@@ -7,7 +7,6 @@ local index (kvfs.local); everything else reads or writes the shared storage.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -19,15 +18,12 @@ from typing import Any
 from kvfs import chain
 from kvfs.backend import Backend
 from kvfs.backend.select import open_backend
-from kvfs.catalog import TtlClass, namespace_path
-from kvfs.chain_entries import NOTHING, RemoveEntry
 from kvfs.config import (
     EXTENT,
     MARKER,
     RENEW_CAP_SECONDS,
     StoreConfig,
     check_alive,
-    check_class,
     load_config,
 )
 from kvfs.errors import BackendError, BusyError, ConfigError, FormatError, InputError, KvfsError
@@ -35,31 +31,25 @@ from kvfs.fetch import FetchResult, Reader
 from kvfs.follow.follower import Followed, Follower, Progress
 from kvfs.follow.history import adopt, lost, note_followed
 from kvfs.forgetting import forget
-from kvfs.frames import ClassEntry, Entry, NamespaceEntry
 from kvfs.index import Index
 from kvfs.index.env import MAP_BYTES
 from kvfs.index.place import default_root, remember, require_local
 from kvfs.keys import Key
-from kvfs.layout import Identity
-from kvfs.local import LocalStore
 from kvfs.namespace import Namespace
+from kvfs.notices import NoticeStore
 from kvfs.plan import Plan
 from kvfs.put import PutResult, Putter, as_payloads
-from kvfs.record import Shape
-from kvfs.removal import heard_ms, removals_for, removals_for_all, renewals_for
 from kvfs.renewal import Renewer
-from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 from kvfs.store_path import path_of
-from kvfs.usage import Space
-from kvfs.writer import Writer
 
 log = logging.getLogger(__name__)
 
 
-class Store(LocalStore):
+class Store(NoticeStore):
     """An open store. Make one with `init` or `open`; it is a context manager.
 
-    `namespaces`, `namespace`, `classes`, `check` and `stats` are those of LocalStore.
+    `namespaces`, `namespace`, `classes`, `check` and `stats` are those of LocalStore; what makes,
+    renews and removes is NoticeStore's.
     """
 
     def __init__(
@@ -67,10 +57,7 @@ class Store(LocalStore):
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """For `init` and `open`."""
-        super().__init__(path, index, clock)
-        self.backend = backend
-        self.config = config
-        self._writer: Writer | None = None
+        super().__init__(path, backend, config, index, clock)
         self._reader: Reader | None = None
         self._owns_backend = False
         self._renewer = Renewer(self)
@@ -152,15 +139,6 @@ class Store(LocalStore):
 
     # what is open
 
-    def writer(self) -> Writer:
-        """This process's writer, made when first needed. Raises NoStoreError, BackendError."""
-        with self._lock:
-            if self._writer is None or self._writer.pid != os.getpid():
-                check_alive(self.backend, self.uuid)
-                space = Space(self.backend, self.namespaces)
-                self._writer = Writer(self.backend, self.index, self.config, self.clock, space)
-            return self._writer
-
     def reader(self) -> Reader:
         with self._lock:
             if self._reader is None:
@@ -176,38 +154,6 @@ class Store(LocalStore):
             self._reader.close()
         if self._owns_backend:
             self.backend.release()
-
-    # namespaces and classes
-
-    def create_namespace(
-        self, identity: Identity, *, default_class: str | None = None
-    ) -> Namespace:
-        """Returns the namespace of an identity, made if it is new.
-
-        default_class: TTL class of puts that name none, for this handle; None: "chatbot" where the
-        store has it, else the class that keeps longest. Raises InputError for a class that is not
-        there and a layout that cannot be stored, BackendError.
-        """
-        if default_class:
-            self.catalog.ttl(default_class)
-        Shape.of(identity)
-        if not self.catalog.known(identity):
-            data = json.dumps(identity.to_json())
-            try:
-                self.backend.put_new(namespace_path(identity.name), data.encode())
-            except OSError as e:
-                raise BackendError(f"{self.path}/ns/{identity.name}: {e.strerror}") from e
-            entries: list[Entry] = [NamespaceEntry(identity.nsid, data)]
-            if identity.nsid in self.index.namespaces():  # it was removed
-                when_ms = heard_ms(self.index, self.now_ms())
-                entries.append(RemoveEntry(identity.nsid, when_ms, NOTHING))
-            self.writer().publish([], entries)
-        return self.catalog.get(identity, default_class)
-
-    def define_class(self, name: str, seconds: int) -> None:
-        """Defines or changes a TTL class, for what is stored or renewed from now on."""
-        check_class(name, seconds)
-        self.writer().publish([], [ClassEntry(name, seconds, self.now_ms())])
 
     # the other questions, and put
 
@@ -352,82 +298,6 @@ class Store(LocalStore):
         return replace(
             got, wanted=chain.n_blocks, reason=None if whole else got.reason or plan.reason
         )
-
-    # renewing and removing
-
-    def touch(self, ns: Namespace, tokens: Any, *, ttl_class: str | None = None) -> int:
-        """Renews the stored prefix of a prompt: it expires a whole TTL from now.
-
-        ttl_class: moves it to this class, which may also shorten its time; None: each run keeps
-        its class. Returns the number of runs renewed. Raises InputError, BackendError, SpaceError.
-        """
-        ttl = None if ttl_class is None else self.catalog.ttl(ttl_class)
-        hasher = ns.as_hasher(tokens)
-        now = self.now_ms()
-        found = self.index.check(ns.number, hasher, now)
-        heads = [hasher.digest(m.block + 1) for m in found.runs]
-        return self.renew_runs(ns, heads, ttl)
-
-    def renew_runs(self, ns: Namespace, heads: list[bytes], ttl: TtlClass | None) -> int:
-        """Renews runs by the hash of their first block; see `touch`."""
-        names, classes = self.index.class_names(), self.classes()
-        entries = renewals_for(self.index, ns, heads, ttl, names, classes, self.now_ms())
-        if entries:
-            self.writer().publish([], entries, {"renewed_runs": len(entries)})
-        return len(entries)
-
-    def remove(self, ns: Namespace, tokens: Any, *, from_block: int = 0) -> int:
-        """Takes the stored blocks of a prompt from `from_block` on out of sight, and all that
-        follows them in any chain. Returns the number of blocks. Raises BackendError, SpaceError.
-        """
-        hasher = ns.as_hasher(tokens)
-        found = self.index.check(ns.number, hasher, self.now_ms())
-        for match in found.runs:
-            if match.block <= from_block < match.block + match.shared:
-                head = hasher.digest(match.block + 1)
-                before = [m for m in found.runs if m.block < match.block]
-                heads = b"".join(hasher.digest(m.block + 1) for m in before)
-                return self.remove_blocks(ns, head, from_block - match.block, heads)
-        return 0
-
-    def remove_blocks(
-        self, ns: Namespace, head: bytes, keep: int = 0, heads: bytes = b""
-    ) -> int:  # fmt: skip
-        """Takes out of sight a run (by its first hash) behind its first `keep` blocks, and all
-        that follows, in every copy on every host. heads: first hashes of the runs that lead to it,
-        if they are known. Returns the number of blocks."""
-        entries, blocks = removals_for(self.index, ns, head, keep, self.now_ms(), heads)
-        if entries:
-            self.writer().publish([], entries, {"removed_blocks": blocks})
-        return blocks
-
-    def remove_all(
-        self, ns: Namespace, *, whole: bool = False, progress: Progress | None = None
-    ) -> int:
-        """Takes all blocks of a namespace out of sight, on every host.
-
-        whole: the namespace itself as well, until it is made again or something is stored in it;
-        progress: called with the blocks removed since the last call. Returns the number of blocks.
-        Raises BackendError, SpaceError, IndexFault.
-        """
-        removed = 0
-        for entries, blocks in removals_for_all(self.index, ns, self.now_ms(), whole=whole):
-            self.writer().publish([], entries, {"removed_blocks": blocks})
-            removed += blocks
-            if progress is not None:
-                progress(blocks)
-        return removed
-
-    # slots of sliding-window state
-
-    def publish_slots(self, entries: Iterable[SlotEntry | SlotGoneEntry]) -> None:
-        """Tells all hosts which slots a host holds, or does no longer: see kvfs.state.directory.
-
-        Raises BackendError, SpaceError, IndexFault; then it may be told again.
-        """
-        told = list(entries)
-        if told:
-            self.writer().publish([], told)
 
     # following
 

@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.scan kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer"
         " kvfs.publisher kvfs.under_way kvfs.writer kvfs.put kvfs.renewal kvfs.limits kvfs.usage"
-        " kvfs.forgetting",
+        " kvfs.forgetting kvfs.notices",
         "kvfs.store kvfs.gc kvfs.repair kvfs.state kvfs.systemd",
         "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
