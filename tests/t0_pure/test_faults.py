@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from kvfs.backend import Backend, OpenFile, PosixBackend, WriteCut, read_into, write_all
 from kvfs.testing import faults as faults_module
 from kvfs.testing.faults import (
-    PAGE,
     CutAt,
     Delay,
     Fail,
@@ -28,6 +27,7 @@ from kvfs.testing.faults import (
     Lose,
     Short,
 )
+from kvfs.testing.unsynced import PAGE
 
 DATA = bytes(range(256)) * 64
 
