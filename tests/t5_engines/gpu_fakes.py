@@ -185,6 +185,7 @@ class FakeTicket:
         self.released = 0
         self.never_ends = False
         self.moved = threading.Event()
+        self._nothing = threading.Event()
         self.arena = bytearray(random.randbytes((wanted + 8) * self.ns.stride))
         self.rows = []
         self.ranges = self._ranges()
@@ -217,6 +218,8 @@ class FakeTicket:
         return not self.released and not self.lost
 
     def wait(self, blocks: int | None = None, timeout: float | None = None) -> int:
+        if self.landed == self.lands and timeout:
+            self._nothing.wait(timeout)  # no more comes
         step = self.random.randint(0, 9) if timeout else self.lands
         self.landed = min(self.lands, self.landed + step)
         if self.landed == self.lands:

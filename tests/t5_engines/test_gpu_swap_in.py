@@ -347,7 +347,14 @@ def test_an_abort_that_keeps_something_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_blocks_that_are_counted_on_too_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapIn, "usable_blocks", lambda self, timeout=None: self._ticket.wanted)
+    usable = SwapIn.usable_blocks
+
+    def too_many(self: SwapIn, timeout: float | None = None) -> int:
+        usable(self, timeout)  # ends the wait for a fetch that never does
+        wanted: int = self._ticket.wanted
+        return wanted
+
+    monkeypatch.setattr(SwapIn, "usable_blocks", too_many)
     with pytest.raises(AssertionError):
         test_a_late_fetch_is_a_shorter_prefix.hypothesis.inner_test(1)  # type: ignore
 
