@@ -90,6 +90,8 @@ SLOT = struct.Struct("<QQQQ")
 POOL = struct.Struct("<IIQ")
 """ns, slots that are not known to be gone, generation up to which all are gone."""
 
+REMOVALS = "removals:"
+"""In `meta`, in front of the number of a namespace: how many removals of it were heard of."""
 UNLISTED = "removed:"
 """In `meta`, in front of the number of a namespace that was removed: kvfs.index.told."""
 KEYED = "keyed:"

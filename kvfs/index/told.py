@@ -31,6 +31,7 @@ from kvfs.index.schema import (
     META,
     NS,
     PREFIX,
+    REMOVALS,
     RUN,
     TOLD,
     TOLD_KEY,
@@ -243,6 +244,12 @@ def _note_removed(applier: Applier, ns: int, entry: RemoveEntry) -> None:
         applier.add_meta(name, max(0, mark - applier.meta_int(name)))
     if entry.hashes or entry.block != NOTHING:
         _note(applier, ns, entry.when_ms, REMOVED, entry.hashes)
+        applier.add_meta(f"{REMOVALS}{ns}", 1)
+
+
+def removals(applier: Applier, ns: int) -> int:
+    """Another number than before: a removal was heard of, or the index is another one."""
+    return applier.meta_int(f"{REMOVALS}{ns}")
 
 
 def latest(applier: Applier, ns: int) -> int:

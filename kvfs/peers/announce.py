@@ -40,8 +40,8 @@ class _Told:
     slots: dict[bytes, SlotMeta] = field(default_factory=dict)
     due: float = 0.0
     """When all of it is told anew."""
-    removed_ms: int = 0
-    """The time of the last removal that was heard of."""
+    removals: int = 0
+    """Of kvfs.index.told, when the slots were last held against them."""
 
 
 class Announcer(Periodic):
@@ -78,18 +78,19 @@ class Announcer(Periodic):
         return sum(self._tell(pool, now) for pool in pools)
 
     def _erase(self, pool: SlotPool, told: _Told) -> None:
-        """Empties the slots behind blocks that were removed since the last look."""
+        """Empties the slots whose blocks were removed since they were stored."""
         index = self._store.index
         number, _ = index.namespaces().get(pool.identity.nsid, (0, ""))
-        latest = index.query(lambda a: told_of.latest(a, number)) if number else 0
-        if latest <= told.removed_ms:
+        heard = index.query(lambda a: told_of.removals(a, number)) if number else 0
+        if heard == told.removals:
             return
-        before = told.removed_ms
-        said = index.query(lambda a: told_of.since(a, number, before))
-        told.removed_ms = latest
-        for meta in pool.metas():
-            if said.removed_ms(meta.anchor) >= before and meta.stored_ms <= latest:
+        metas = pool.metas()
+        oldest = min((meta.stored_ms for meta in metas), default=0)
+        said = index.query(lambda a: told_of.since(a, number, oldest))
+        for meta in metas:
+            if meta.stored_ms <= said.removed_ms(meta.anchor):
                 pool.remove(Anchor(meta.anchor, meta.position, meta.lineage))
+        told.removals = heard  # not before: a pool that is busy is looked at again
 
     def _tell(self, pool: SlotPool, now: float) -> int:
         told = self._told.setdefault(pool.pool_id, _Told())

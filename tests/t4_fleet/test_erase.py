@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,3 +149,23 @@ def test_slots_go_with_their_blocks(host: Callable[..., Host]) -> None:
     a.tell()
     assert len(a.slots.metas()) == 2
     assert b.load(prompt(1)).source == a.service.address
+    # What was stored again is not touched by the next removal, of another prompt.
+    a.store.remove(a.ns, prompt(2), from_block=3)
+    a.tell()
+    assert a.load(prompt(1)).source == "local" and len(a.slots.metas()) == 1
+
+
+def test_a_removal_by_a_clock_that_is_behind_empties_slots_too(host: Callable[..., Host]) -> None:
+    a, b = host("a"), host("b")
+    for seed in (1, 2):
+        a.put(prompt(seed), L1)
+    b.store.catch_up()
+    a.store.clock = lambda: time.time() + 5
+    a.store.remove(a.ns, prompt(2), from_block=3)
+    a.tell()
+    assert len(a.slots.metas()) == 1
+    b.store.clock = lambda: time.time() + 2
+    b.store.remove(b.ns, prompt(1), from_block=3)  # earlier than what `a` has heard of last
+    a.store.catch_up()
+    a.tell()
+    assert a.slots.metas() == []
