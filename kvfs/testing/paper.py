@@ -11,6 +11,7 @@ they store has no bytes. Nothing here is for stores that anybody needs.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,3 +196,15 @@ class PaperHost:
         entries = other.journal[at : at + count]
         self.read[other.number] = at + len(entries)
         self.apply(entries)
+
+
+def settle(hosts: list[PaperHost]) -> None:
+    """Every host reads every journal to its end."""
+    for host, other in itertools.permutations(hosts, 2):
+        host.follow(other, 1 << 30)
+
+
+def runs_in(hosts: list[PaperHost], segment: bytes) -> list[RunEntry]:
+    """What all journals tell of the runs of a segment."""
+    told = (getattr(entry, "run", entry) for host in hosts for entry in host.journal)
+    return [run for run in told if isinstance(run, RunEntry) and run.segment == segment]

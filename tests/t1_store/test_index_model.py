@@ -24,7 +24,7 @@ from kvfs.chain import HASH_BYTES
 from kvfs.frames import CutEntry, DropEntry, Entry, RunEntry, SegmentEntry
 from kvfs.index import finder as finder_module
 from kvfs.testing.indexcheck import index_faults
-from kvfs.testing.paper import IDENTITY, PaperHost, Prompt
+from kvfs.testing.paper import IDENTITY, PaperHost, Prompt, runs_in, settle
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
 
@@ -88,10 +88,7 @@ class PaperFleet(RuleBasedStateMachine):
                 assert host.check((*prompt, 7)) <= len(prompt)
 
     def teardown(self) -> None:
-        for host in self.hosts:
-            for other in self.hosts:
-                if other is not host:
-                    host.follow(other, 1 << 30)
+        settle(self.hosts)
         self.compare()
 
     def compare(self) -> None:
@@ -156,14 +153,8 @@ class MovingFleet(PaperFleet):
     def move(self, host: int, of: int, number: int, gap: int) -> None:
         writer = self.hosts[of].writer
         if number < writer.number:  # nobody cleans what is being written
-            told = [
-                run
-                for each in self.hosts
-                for entry in each.journal
-                if (run := getattr(entry, "run", entry)) and isinstance(run, RunEntry)
-                and run.segment == writer.segment_id(number)
-            ]  # fmt: skip
-            self.hosts[host].clean(writer.segment_id(number), told, gap)
+            segment = writer.segment_id(number)
+            self.hosts[host].clean(segment, runs_in(self.hosts, segment), gap)
 
 
 @pytest.mark.usefixtures("paper")

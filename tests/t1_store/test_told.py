@@ -26,7 +26,7 @@ from kvfs.index import told
 from kvfs.index.schema import TOLD, scan
 from kvfs.put import RENEW_SHARE
 from kvfs.testing.indexcheck import index_faults
-from kvfs.testing.paper import IDENTITY, TTL, PaperHost, Prompt
+from kvfs.testing.paper import IDENTITY, TTL, PaperHost, Prompt, runs_in, settle
 
 HOSTS = 3
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
@@ -49,12 +49,6 @@ def hosts(paper: list[PaperHost]) -> list[PaperHost]:
     for host in paper:
         host.reset()
     return paper
-
-
-def settle(hosts: list[PaperHost]) -> None:
-    """Every host reads every journal to its end."""
-    for host, other in itertools.permutations(hosts, 2):
-        host.follow(other, 1 << 30)
 
 
 class Fleet(RuleBasedStateMachine):
@@ -166,14 +160,7 @@ class RenewingFleet(Fleet):
         writer = self.hosts[of].writer
         if number < writer.number:  # nobody cleans what is being written
             segment = writer.segment_id(number)
-            runs = [
-                run
-                for each in self.hosts
-                for entry in each.journal
-                if isinstance(run := getattr(entry, "run", entry), RunEntry)
-                and run.segment == segment
-            ]
-            self.hosts[host].clean(segment, runs, gap)
+            self.hosts[host].clean(segment, runs_in(self.hosts, segment), gap)
 
     def compare(self) -> None:
         for host in self.hosts:

@@ -55,6 +55,7 @@ def first_and_others(
     until = time.monotonic() + 30
     while writer.under_way._puts < 1 + waiting and time.monotonic() < until:
         time.sleep(0.001)
+    assert writer.under_way._puts >= 1 + waiting, "they did not come"
     return futures
 
 
