@@ -26,10 +26,11 @@ class Lease:
 
     def run(self, ios: list[Io], kind: Kind) -> list[int]:
         with self.session.ring(kind) as ring:
+            before, self.unfinished = self.unfinished, True  # so it stays where this is broken off
             base, results = ring.run(ios, self.seconds)
             late = [base + i for i, r in enumerate(results) if r is None]
+            self.unfinished = before or bool(late)
             if late:
-                self.unfinished = True
                 self.session.bounce.keep(self.offset, ring, late)
         return [-errno.ETIMEDOUT if r is None else r for r in results]
 

@@ -34,6 +34,8 @@ from kvfs.errors import ConfigError
 _PATH = 256
 _PATIENCE = 1e9
 """Seconds: what a time that is further away than this counts as."""
+_ERROR_PAUSE = 0.01
+"""Seconds until a library that reported an error is asked again."""
 
 
 class Iov(c.Structure):
@@ -201,7 +203,10 @@ class LibraryRing(BaseRing):
         at = c.byref(self._cqes, self._taken * c.sizeof(_Cqe))
         ring = c.byref(self._ior)
         n = self._library.wait_for_ios(ring, at, room, min(least, room), c.byref(until))
-        _check(n)
+        if n < 0:
+            # What is under way may happen all the same: its time or the daemon's end decides.
+            time.sleep(min(seconds, _ERROR_PAUSE))
+            return 0
         self._taken += n
         return int(n)
 

@@ -147,7 +147,7 @@ class Session:
         """Takes what came late from rings that nobody uses: memory waits for it."""
         for idle in self._idle.values():
             for _ in range(len(idle)):
-                with contextlib.suppress(IndexError):
+                with contextlib.suppress(IndexError, OSError):
                     ring = idle.popleft()
                     ring.reap()
                     idle.append(ring)

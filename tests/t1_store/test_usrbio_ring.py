@@ -10,6 +10,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +20,10 @@ from hypothesis import strategies as st
 from kvfs.arena import Arena
 from kvfs.backend import usrbio_layout as layout
 from kvfs.backend.semaphores import Semaphore
+from kvfs.backend.usrbio_io import Lease
 from kvfs.backend.usrbio_layout import COMPLETION, RingShape, ring_name
 from kvfs.backend.usrbio_ring import DaemonDead, Io, Ring
-from kvfs.backend.usrbio_session import Bounce, address_of
+from kvfs.backend.usrbio_session import READ, Bounce, Kind, Session, address_of
 from kvfs.testing.threefs.bench import own_seconds
 from kvfs.testing.threefs.rings import ServedRing, Shared
 
@@ -251,6 +254,21 @@ def test_bounce_memory_waits_for_what_is_late(pair: Pair) -> None:
     bounce.give(at)
     bounce.give(other)
     arena.close()
+
+
+def test_memory_under_a_run_that_is_broken_off_stays_in_use(pair: Pair) -> None:
+    """What was posted may still happen."""
+
+    class Rings:
+        @contextmanager
+        def ring(self, kind: Kind) -> Iterator[Ring]:
+            yield pair.ring
+
+    lease = Lease(cast(Session, Rings()), 0, 1.0)
+    pair.dead = True
+    with pytest.raises(DaemonDead):
+        lease.run(ios(2), READ)
+    assert lease.unfinished
 
 
 def test_one_post_for_a_batch_and_little_time_for_an_io() -> None:
