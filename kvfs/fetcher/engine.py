@@ -119,7 +119,7 @@ class Fetcher:
 
     def _missed(self, reason: str) -> None:
         if self._miss is not None and reason not in ("", "cancelled"):
-            self._miss(reason)
+            self._pass_on(self._miss, reason)
 
     def _usable(self) -> FetchClient | None:
         client = self._client
@@ -154,17 +154,16 @@ class Fetcher:
                     self._change.wait(max(0.0, not_before - time.monotonic()) if missing else None)
 
     @staticmethod
-    def _pass_on(report: Report | None, ns: Namespace, plan: Plan, hasher: Any, block: int) -> None:
+    def _pass_on(report: Callable[..., object], *what: Any) -> None:
         try:
-            if report is not None:
-                report(ns, plan, hasher, block)
+            report(*what)
         except Exception:  # of the caller's function; the next one may go well
-            log.exception("reporting block %d", block)
+            log.exception("telling what came of a fetch")
 
     def _connect(self) -> bool:
         try:
             client = launch.connect(self.path, self.store, self.options)
-        except KvfsError as e:
+        except (KvfsError, OSError) as e:
             if str(e) != self.problem:
                 log.warning("no fetcher: %s", e)
             self.problem = str(e)

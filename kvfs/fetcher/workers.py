@@ -36,6 +36,8 @@ LOST_SECONDS = 90.0
 """Longer than any backend tries before it reports an error itself (3FS: 75 s)."""
 MOST_LOST = 32
 _LOOK_SECONDS = 1.0
+_TURN_SECONDS = 1.0
+"""A reader waits so long for its turn at the device."""
 _End = tuple[str, bool]  # (why a stretch ends early, whether for good)
 _Done = tuple[Stretch, int, _End | None]  # (what was read, whole records of it, why not more)
 
@@ -89,8 +91,8 @@ class Workers:
         reader.thread = threading.Thread(
             target=self._read_all, args=(reader,), name=name, daemon=True
         )
+        reader.thread.start()  # it may fail: one that does not run must not count as free
         self._readers.append(reader)
-        reader.thread.start()
 
     def stop(self, seconds: float) -> bool:
         """Waits so long for the threads to end; says whether all did."""
@@ -167,12 +169,15 @@ class Workers:
             return read_into(self.backend, file, [view], at)
         got = self.backend.readv_cached(file, [view], at)
         if got < len(view):
-            with self._device:
-                try:
-                    got += read_into(self.backend, file, [view[got:]], at + got)
-                except ReadCut as e:
-                    e.read += got
-                    raise
+            ours = self._device.acquire(timeout=_TURN_SECONDS)  # not behind a read that hangs
+            try:
+                got += read_into(self.backend, file, [view[got:]], at + got)
+            except ReadCut as e:
+                e.read += got
+                raise
+            finally:
+                if ours:
+                    self._device.release()
         return got
 
     def _failed(self, e: OSError) -> _End:
@@ -189,17 +194,26 @@ class Workers:
     def _check_all(self) -> None:
         while True:
             try:
-                done = self._read.get(timeout=_LOOK_SECONDS)
-            except Empty:
-                done = None
-                if not self.core.stopping:
-                    self._look_after_readers()
-                    continue
-            if done is None:
-                return
-            self._finish(*done)
-            if time.monotonic() - self._looked > _LOOK_SECONDS:
-                self._look_after_readers()
+                if not self._check_one():
+                    return
+            except Exception:  # a bug must not cost a thread
+                log.exception("a checker goes on")
+
+    def _check_one(self) -> bool:
+        """Checks what was read next; returns False at the end."""
+        try:
+            done = self._read.get(timeout=_LOOK_SECONDS)
+        except Empty:
+            if self.core.stopping:
+                return False
+            self._look_after_readers()
+            return True
+        if done is None:
+            return False
+        self._finish(*done)
+        if time.monotonic() - self._looked > _LOOK_SECONDS:
+            self._look_after_readers()
+        return True
 
     def _finish(self, stretch: Stretch, records: int, end: _End | None) -> None:
         """Checks what was read of a stretch and hands it to those who wait."""

@@ -128,7 +128,7 @@ def test_what_is_used_of_a_prefix_is_renewed(stock: Stock, runtime_dir: Path) ->
     end(pid)
 
 
-@pytest.mark.expect_logs("reporting block 20")
+@pytest.mark.expect_logs("telling what came of a fetch")
 def test_a_report_that_fails_stops_nothing(stock: Stock) -> None:
     def report(*args: object) -> None:
         raise RuntimeError("a bug of the engine")

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -435,6 +436,25 @@ def test_a_bug_in_a_backend_is_a_miss_and_costs_no_thread(
     client = start(faults, threads=1).client()
     with fetch(client, stock, prompt) as ticket:
         assert (ticket.good, ticket.reason, ticket.lasting) == (0, "internal error", False)
+    with fetch(client, stock, prompt) as ticket:
+        assert ticket.good == 29
+
+
+@pytest.mark.expect_logs("a checker goes on")
+def test_a_thread_that_cannot_be_replaced_costs_no_other(
+    stock: Stock, faults: FaultyBackend, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may be out of threads just when a reader is to go on for one that hangs."""
+    looks: Queue[str] = Queue()
+
+    def look(_: workers.Workers) -> None:
+        looks.put(threading.current_thread().name)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(workers.Workers, "_look_after_readers", look)
+    prompt = stored(stock, 1, 30)
+    client = start(faults, threads=1).client()
+    assert looks.get(timeout=30) == looks.get(timeout=30)
     with fetch(client, stock, prompt) as ticket:
         assert ticket.good == 29
 
