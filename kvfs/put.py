@@ -137,13 +137,16 @@ class Putter:
         self, ns: Namespace, hasher: Chain, payloads: Sequence[memoryview],
         first_block: int, ttl: TtlClass, found: list[Match], renewals: list[Entry], now: int,
     ) -> tuple[int, KvfsError | None]:  # fmt: skip
+        missing = _missing(found, hasher.n_blocks)
+        if not missing and not renewals:
+            return 0, None
         # What was removed, here or by a host whose clock is ahead, is stored anew, and stays.
         now = max(now, self.index.query(lambda a: latest(a, ns.number)) + 1)
         runs: list[tuple[Written, RunEntry]] = []
         error: KvfsError | None = None
         heads = bytearray(b"" if hasher.keyed else _heads(hasher, found))
         expires = now + ttl.seconds * 1000
-        for at, end in _missing(found, hasher.n_blocks):
+        for at, end in missing:
             if at < first_block:
                 error = InputError(
                     f"blocks {at} to {first_block - 1} are not stored and were not given; "
@@ -181,11 +184,12 @@ class Putter:
     ) -> list[Entry]:
         """Renewals of the stored part; a shared block takes the longer class."""
         expires, margin = now + ttl.seconds * 1000, ttl.seconds * 1000 // RENEW_SHARE
+        due = [(i, m) for i, m in enumerate(found) if expires - m.expires_ms > margin]
+        if not due:
+            return []
         when = heard_ms(self.index, self.writer.now_ms())
         out: list[Entry] = []
-        for i, match in enumerate(found):
-            if expires - match.expires_ms <= margin:
-                continue
+        for i, match in due:
             longer = ttl.seconds > self.class_seconds.get(match.class_id, 0)
             first, end = match.block, match.block + match.shared
             entry = KeepEntry(
