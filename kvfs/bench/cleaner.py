@@ -26,7 +26,7 @@ from kvfs.bench import check
 from kvfs.bench.payload import Prompts, hit_blocks, touched
 from kvfs.bench.place import drop_cache, new_store, segments
 from kvfs.bench.synthetic import fill, plant
-from kvfs.bench.timing import Options, Row, timed
+from kvfs.bench.timing import Options, Row, percentile, timed
 from kvfs.limits import Limits
 from kvfs.namespace import Namespace
 from kvfs.store import Store
@@ -217,7 +217,7 @@ def _rows(pairs: list[Pair], requests: _Requests, copied: float, rate: float) ->
     for one, other in pairs:
         busy.add(one)
         idle.add(other)
-    p99, idle_p99 = _percentile(busy.check, 99), _percentile(idle.check, 99)
+    p99, idle_p99 = percentile(busy.check, 99), percentile(idle.check, 99)
     yield Row(
         "cleaner.check", p99, len(busy.check),
         "99 % of the checks of 131,072 tokens, stored in 5 runs, take at most this while a "
@@ -243,7 +243,3 @@ def _rows(pairs: list[Pair], requests: _Requests, copied: float, rate: float) ->
                 "idle_bytes_per_second": requests.bytes / base,
             },
         )  # fmt: skip
-
-
-def _percentile(samples: list[float], percent: int) -> float:
-    return sorted(samples)[min(len(samples) - 1, len(samples) * percent // 100)]

@@ -2,7 +2,7 @@
 
     python -m kvfs.bench.clients STORE INDEX TOKENS BLOCKS
 
-is one of them: it connects, says "ready", and for each line on its standard input fetches its
+is one of them: it connects and prints the time, and for each line on its standard input fetches its
 prompt and prints when it had all of it, on the clock that all processes of a host share.
 """
 
@@ -52,8 +52,12 @@ class Clients:
         return float(line)
 
     def __enter__(self) -> Clients:
-        for process in self._processes:
-            self._answer(process)
+        try:
+            for process in self._processes:
+                self._answer(process)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -210,6 +210,7 @@ def _compare(rig: Rig, prompt: Prompt, prompts: Prompts) -> None:
 
 def _sized(rig: Rig, options: Options, runs: int, size: str, prompt: Prompt) -> Iterator[Row]:
     options.progress(f"fetch.fetcher.{size}")
+    rig.check_seconds.clear()
     first = min(FIRST_BLOCKS, prompt.blocks)
     head = rig.prompt(prompt.tokens, first)
     cases = {
@@ -234,7 +235,10 @@ def _sized(rig: Rig, options: Options, runs: int, size: str, prompt: Prompt) -> 
 def _small(rig: Rig, options: Options, runs: int, prompt: Prompt) -> Iterator[Row]:
     """What a fetch costs however little is fetched."""
     options.progress("fetch.fetcher.4k")
-    small = rig.prompt(prompt.tokens, min(FIRST_BLOCKS, prompt.blocks))
+    blocks = min(FIRST_BLOCKS, prompt.blocks)
+    # The last token of a prompt is never hit: a block more than is fetched.
+    small = rig.prompt(prompt.tokens[: (blocks + 1) * rig.ns.block_tokens], blocks)
+    rig.check_seconds.clear()
     cases = {}
     for name, cold in (("warm", False), ("cold", True)):
         cases[name] = rig.fetch_case(small, cold=cold)

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from kvfs.bench import netns
-from kvfs.bench.timing import Options, Row, compared, in_turns
+from kvfs.bench.timing import Options, Row, compared, in_turns, percentile
 from kvfs.errors import ConfigError
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def run(options: Options) -> Iterator[Row]:
         "state.pull.load", median, len(load), f"the same at {RATE} pulls a second, from when each "
         "was due", ratio=median / base, reference=f"{REFERENCE} at that rate",
         reference_seconds=base, figures={
-            "p99_seconds": _p99(load), "plain_p99_seconds": _p99(plain_load),
+            "p99_seconds": percentile(load, 99), "plain_p99_seconds": percentile(plain_load, 99),
             "slowest_seconds": max(load),
         },
     )  # fmt: skip
@@ -187,7 +187,10 @@ class _Plain:
         self._socket.sendall(self._request)
         done = 0
         while done < len(self._into):
-            done += self._socket.recv_into(self._into[done:])
+            n = self._socket.recv_into(self._into[done:])
+            if not n:
+                raise ConfigError("the process that sends slots has ended")
+            done += n
         return time.perf_counter() - start
 
     def close(self) -> None:
@@ -200,10 +203,6 @@ def _in_turns(link: _Link, pull: _Pull, plain: _Plain, runs: int) -> dict[str, l
     plain.once()
     with _apart(link.process.pid):
         return in_turns({"pull": pull.once, "plain": plain.once}, runs)
-
-
-def _p99(seconds: list[float]) -> float:
-    return sorted(seconds)[min(len(seconds) - 1, len(seconds) * 99 // 100)]
 
 
 def _under_load(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,3 +103,8 @@ def compared(samples: list[float], reference: list[float]) -> tuple[float, float
     """(median seconds, median seconds of the reference, median of the ratios of each turn)."""
     ratios = [a / b for a, b in zip(samples, reference, strict=True)]
     return statistics.median(samples), statistics.median(reference), statistics.median(ratios)
+
+
+def percentile(samples: Sequence[float], percent: int) -> float:
+    """The sample that so many per cent of all are at most."""
+    return sorted(samples)[min(len(samples) - 1, len(samples) * percent // 100)]

@@ -21,7 +21,7 @@ from kvfs.bench.peers.files import Files
 from kvfs.bench.peers.lmdb_values import LmdbValues
 from kvfs.bench.peers.work import Work
 from kvfs.bench.timing import Options
-from kvfs.errors import ConfigError
+from kvfs.errors import EXIT_INTERRUPTED, ConfigError
 
 SIZES = (("1m", 2100, 4, 1e-3), ("128k", 1000, 2, 0.15e-3))
 MATCH = ["match.1m", "match.1m.array", "match.1m.lookup", "match.128k", "match.128k.array",
@@ -368,7 +368,7 @@ def test_an_interrupted_command_tells_what_it_has(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "measure_all", measured)
-    assert command.main(["--json"]) == command.INTERRUPTED
+    assert command.main(["--json"]) == EXIT_INTERRUPTED
     assert [p["peer"] for p in json.loads(capsys.readouterr().out)["peers"]] == ["kvfs"]
     monkeypatch.undo()
     assert command.main(["--store", "/nowhere", "--peer", "files"]) == ConfigError.exit_code

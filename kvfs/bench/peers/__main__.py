@@ -18,9 +18,7 @@ from kvfs.bench.peers.runner import (
     Outcome,
     measure_all,
 )
-from kvfs.errors import KvfsError
-
-INTERRUPTED = 130
+from kvfs.errors import EXIT_INTERRUPTED, KvfsError
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -72,7 +70,7 @@ def _outcomes(names: list[str], wanted: Asked) -> tuple[list[Outcome], int]:
         _say(str(e))
         return outcomes, e.exit_code
     except KeyboardInterrupt:
-        return outcomes, INTERRUPTED
+        return outcomes, EXIT_INTERRUPTED
     return outcomes, 0
 
 

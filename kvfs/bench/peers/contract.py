@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from socket import socket
-from typing import Any, ClassVar
+from subprocess import Popen
+from typing import Any, ClassVar, TypeVar
 
 import xxhash
 
@@ -24,6 +26,7 @@ from kvfs.bench.peers.work import BLOCK_TOKENS, Work
 
 _PACK = struct.Struct(f"<{BLOCK_TOKENS}i").pack
 _KEY_BYTES = 16
+T = TypeVar("T")
 
 
 class Peer(ABC):
@@ -151,3 +154,24 @@ def free_ports(count: int) -> list[int]:
         for s in sockets:
             s.bind(("127.0.0.1", 0))
         return [s.getsockname()[1] for s in sockets]
+
+
+def as_hex(key: str | bytes) -> str:
+    """A key for a peer that takes text alone."""
+    return key.hex() if isinstance(key, bytes) else key
+
+
+def answered(
+    ask: Callable[[], T], server: Popen[Any], seconds: float,
+    errors: type[Exception] = OSError,
+) -> T:  # fmt: skip
+    """Asks a server that has just been started until it answers without one of these errors.
+    Raises RuntimeError if it ends, or does not answer in time."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return ask()
+        except errors as e:
+            if server.poll() is not None or time.monotonic() > end:
+                raise RuntimeError("the server does not answer") from e
+            time.sleep(0.05)

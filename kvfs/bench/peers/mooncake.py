@@ -10,13 +10,13 @@ import ctypes
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from socket import create_connection
 from typing import Any, ClassVar
 
-from kvfs.bench.peers.contract import Peer, chain, free_ports
+from kvfs.bench.peers.contract import Peer, answered, as_hex, chain, free_ports
 from kvfs.bench.peers.disk import resident
 from kvfs.bench.peers.work import Work
 
@@ -72,8 +72,8 @@ class MooncakeOwn(Peer):
              "-enable_http_metadata_server=true", f"-http_metadata_server_host={_HOST}",
              f"-http_metadata_server_port={http}", "-eviction_high_watermark_ratio=1.0"]
         )  # fmt: skip
-        _wait_for(rpc, self._master)
-        _wait_for(http, self._master)
+        for port in (rpc, http):
+            answered(partial(_connect, port), self._master, _START_SECONDS)
         metadata, master = f"http://{_HOST}:{http}/metadata", f"{_HOST}:{rpc}"
         if not self.own:
             self._own_elsewhere(f"{_HOST}:{theirs}", metadata, master)
@@ -120,7 +120,7 @@ class MooncakeOwn(Peer):
 
     def plant(self, keys: Sequence[Any]) -> None:
         for first in range(0, len(keys), _AT_ONCE):
-            some = [_name(key) for key in keys[first : first + _AT_ONCE]]
+            some = [as_hex(key) for key in keys[first : first + _AT_ONCE]]
             self._stored(some, [self._payload] * len(some), [_TINY] * len(some))
         self._planted += len(keys)
 
@@ -167,21 +167,9 @@ class MooncakeTcp(MooncakeOwn):
     own = False
 
 
-def _name(key: str | bytes) -> str:
-    return key.hex() if isinstance(key, bytes) else key
-
-
 def _address(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def _wait_for(port: int, server: subprocess.Popen[Any]) -> None:
-    end = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            create_connection((_HOST, port), 1).close()
-            return
-        except OSError as e:
-            if server.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"nobody answers on port {port}") from e
-            time.sleep(0.05)
+def _connect(port: int) -> None:
+    create_connection((_HOST, port), 1).close()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import redis
 
-from kvfs.bench.peers.contract import Peer, chain
+from kvfs.bench.peers.contract import Peer, answered, chain
 from kvfs.bench.peers.work import Work
 
 _TINY = bytes(32)
@@ -40,7 +39,8 @@ class RedisServer(Peer):
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            self._redis = _connected(socket, self._server)
+            self._redis = redis.Redis(unix_socket_path=socket)
+            answered(self._redis.ping, self._server, _START_SECONDS, redis.ConnectionError)
             self._empty = self._used()
         except BaseException:
             self.close()
@@ -101,16 +101,3 @@ def _program() -> str:
     if found is None:
         raise FileNotFoundError("redis-server is not installed (Debian package redis-server)")
     return found
-
-
-def _connected(socket: str, server: subprocess.Popen[bytes]) -> Any:
-    """Waits until the server answers. Raises TimeoutError, ConnectionError."""
-    client, end = redis.Redis(unix_socket_path=socket), time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            client.ping()
-            return client
-        except redis.ConnectionError:
-            if server.poll() is not None or time.monotonic() > end:
-                raise
-            time.sleep(0.05)

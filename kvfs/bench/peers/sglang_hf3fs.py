@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from kvfs.bench.peers.contract import free_ports
+from kvfs.bench.peers.contract import answered, as_hex, free_ports
 from kvfs.bench.peers.disk import resident
 from kvfs.bench.peers.sglang import Pages
 from kvfs.bench.peers.work import Work
@@ -93,7 +94,7 @@ class Hf3fs(Pages):
 
     def plant(self, keys: Sequence[Any]) -> None:
         """Pages are given to the keys and never written: their file is sparse."""
-        names = [(_name(key), "") for key in keys]
+        names = [(as_hex(key), "") for key in keys]
         given = self._metadata.reserve_and_allocate_page_indices(0, names)
         written = [(name, index) for (name, _), (_, index) in zip(names, given, strict=True)]
         self._metadata.confirm_write(0, written, [])
@@ -135,7 +136,7 @@ class Hf3fsHttp(Hf3fs):
                 [sys.executable, "-m", __name__, str(port)], stdout=log, stderr=log
             )
         url = f"http://127.0.0.1:{port}"
-        _wait_for(url, self._server)
+        answered(partial(_ask, url), self._server, _START_SECONDS)
         return metadata.Hf3fsGlobalMetadataClient(url)
 
     def _resident(self) -> int:
@@ -143,23 +144,9 @@ class Hf3fsHttp(Hf3fs):
         return resident(self._server.pid)
 
 
-def _name(key: str | bytes) -> str:
-    return key.hex() if isinstance(key, bytes) else key
-
-
-def _wait_for(url: str, server: subprocess.Popen[Any]) -> None:
-    """Waits until the server answers anything. Raises RuntimeError."""
-    end = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            urlopen(url, timeout=1).close()
-            return
-        except HTTPError:
-            return
-        except OSError as e:
-            if server.poll() is not None or time.monotonic() > end:
-                raise RuntimeError("the metadata server does not answer") from e
-            time.sleep(0.1)
+def _ask(url: str) -> None:
+    with suppress(HTTPError):  # whatever it answers
+        urlopen(url, timeout=1).close()
 
 
 if __name__ == "__main__":
