@@ -140,7 +140,9 @@ def _rings(backend: Backend, chunk: int, extent: int) -> Fact:
         backend.release()
     if extent % chunk:
         return Fact("rings", "fault", f"records cross chunks: {extent} is no multiple of {chunk}")
-    by = f" {library}" if (library := os.environ.get("KVFS_HF3FS_LIB")) else ""
+    from kvfs.backend.threefs import LIBRARY
+
+    by = f" {library}" if (library := os.environ.get(LIBRARY)) else ""
     return Fact("rings", "ok", f"the client daemon answers{by}; chunks of {output.size(chunk)}")
 
 
