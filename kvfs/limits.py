@@ -21,6 +21,7 @@ whole quota is refused until that has happened. Nobody else's runs go for it.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,9 +63,9 @@ class Limits:
             raise InputError(f"clean_share is {self.clean_share}; it must be at least 0, below 1")
         for name in ("capacity_bytes", "copy_rate", "remove_rate"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:  # JSON knows NaN and Infinity, too
                 raise InputError(f"{name} is {value}; it must be above 0, or null for no limit")
-        if self.reserve_bytes is not None and self.reserve_bytes < 0:
+        if self.reserve_bytes is not None and not 0 <= self.reserve_bytes < math.inf:
             raise InputError(f"reserve_bytes is {self.reserve_bytes}; it must not be negative")
         for kind, quotas in (("namespace", self.namespaces), ("tenant", self.tenants)):
             for name, quota in quotas.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -212,6 +213,10 @@ def test_a_tenant_is_all_its_namespaces(stock: Stock) -> None:
         ({"copy_rate": -1}, "above 0"),
         ({"clean_share": 1.0}, "clean_share"),
         ({"reserve_bytes": -1}, "negative"),
+        ({"capacity_bytes": math.inf}, "above 0"),
+        ({"copy_rate": math.nan}, "above 0"),
+        ({"remove_rate": math.inf}, "above 0"),
+        ({"reserve_bytes": math.nan}, "negative"),
     ],
 )
 def test_limits_that_cannot_work_are_refused(changes: dict[str, Any], text: str) -> None:
@@ -219,8 +224,9 @@ def test_limits_that_cannot_work_are_refused(changes: dict[str, Any], text: str)
         Limits(**changes)
 
 
-def test_a_bad_file_of_limits_is_told(stock: Stock) -> None:
-    Path(stock.store.path, PATH).write_text('{"high": 2}')
+@pytest.mark.parametrize("text", ['{"high": 2}', '{"copy_rate": NaN}', '{"remove_rate": Infinity}'])
+def test_a_bad_file_of_limits_is_told(stock: Stock, text: str) -> None:
+    Path(stock.store.path, PATH).write_text(text)
     with pytest.raises(FormatError, match="limits.json"):
         Limits.load(stock.store.backend)
 
