@@ -79,7 +79,7 @@ class TextContent:
 
 
 class Shelf:
-    """Which open files keep a payload. Thread-safe."""
+    """Which open files keep a payload: none that is closed. Thread-safe."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._limit = limit
@@ -87,10 +87,14 @@ class Shelf:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def put(self, content: BlockContent, size: int) -> None:
+    def put(self, content: BlockContent, payload: memoryview) -> None:
+        """Lets a file keep its payload, unless it was closed while that was read."""
         with self._lock:
-            self._held[content] = size
-            self._bytes += size
+            if content.closed:
+                return
+            self._bytes += len(payload) - self._held.pop(content, 0)
+            self._held[content] = len(payload)
+            content.payload = payload
             while self._bytes > self._limit and len(self._held) > 1:
                 oldest, n = self._held.popitem(last=False)
                 self._bytes -= n
@@ -102,9 +106,10 @@ class Shelf:
                 self._held.move_to_end(content)
 
     def drop(self, content: BlockContent) -> None:
+        """For a file that is closed."""
         with self._lock:
             self._bytes -= self._held.pop(content, 0)
-            content.payload = None
+            content.payload, content.closed = None, True
 
 
 class BlockContent:
@@ -116,6 +121,7 @@ class BlockContent:
         self._place = place
         self._shelf = shelf
         self.payload: memoryview | None = None
+        self.closed = False
 
     @property
     def ready(self) -> bool:
@@ -124,8 +130,8 @@ class BlockContent:
     def read(self, offset: int, size: int) -> memoryview:
         payload = self.payload
         if payload is None:
-            payload = self.payload = read_payload(self._backend, self._ns, self._place)
-            self._shelf.put(self, len(payload))
+            payload = read_payload(self._backend, self._ns, self._place)
+            self._shelf.put(self, payload)
         else:
             self._shelf.used(self)
         return payload[offset : offset + size]

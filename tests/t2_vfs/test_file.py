@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from kvfs.errors import BackendError, DamageError
 from kvfs.testing.chains import hashes_of, payload, tokens_of
 from kvfs.testing.trees import Garden
 from kvfs.vfs import xattr
-from kvfs.vfs.file import BlockContent, Place, Shelf, TokensContent
+from kvfs.vfs.file import BlockContent, Place, Shelf, TokensContent, read_payload
 from kvfs.vfs.node import BlockFile, Folder
 
 CHAIN = [1, 2, 3, 4, 5]
@@ -151,6 +153,30 @@ def test_open_files_keep_no_more_than_the_limit(place: Garden, folder: Folder) -
         file.close()
         file.close()
     assert not any(f.ready for f in files)
+
+
+def test_a_read_that_ends_late_keeps_and_counts_nothing_twice(
+    place: Garden, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gave up waiting for a read goes on, asks again, or closes the file, and it ends then."""
+    late, other, *_ = contents(place, folder, Shelf(limit=2 * 64))
+    other.read(0, 1)
+    meanwhile: list[Callable[[], object]] = []
+
+    def slowly(*args: Any) -> memoryview:
+        payload = read_payload(*args)
+        while meanwhile:
+            meanwhile.pop()()
+        return payload
+
+    monkeypatch.setattr("kvfs.vfs.file.read_payload", slowly)
+    meanwhile.append(lambda: late.read(0, 1))
+    assert len(late.read(0, 64)) == 64
+    assert late.ready and other.ready, "there is room for both"
+    late.close()
+    (late, *_) = contents(place, folder, Shelf())
+    meanwhile.append(late.close)
+    assert len(late.read(0, 64)) == 64 and not late.ready
 
 
 def test_files_are_read_from_many_threads(place: Garden, folder: Folder) -> None:
