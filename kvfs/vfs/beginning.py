@@ -24,10 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def beginnings(txn: Any, ns: Namespace, now_ms: int, prefix: bytes = b"") -> list[Piece]:
-    """The unexpired runs at the top, by hash. prefix: only those whose hash begins so; where
-    tokens are the keys it is not looked at."""
+    """The unexpired runs at the top, by hash. prefix: only those whose hash begins so."""
     if not ns.keyed:
-        return children(txn, ns.number, ns.root, 0, now_ms)
+        return children(txn, ns.number, ns.root, 0, now_ms, prefix)
     return [p for p in _runs(txn, ns, prefix) if p.expires_ms > now_ms and _top(txn, ns, p, now_ms)]
 
 

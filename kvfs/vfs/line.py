@@ -115,10 +115,15 @@ class Line:
         return None if found is None else found[0].hash(found[1])
 
 
-def children(txn: Any, ns: int, parent: bytes, block: int, now_ms: int) -> list[Piece]:
-    """The unexpired runs that follow a block, by hash. Rows that make no sense are logged."""
+def children(
+    txn: Any, ns: int, parent: bytes, block: int, now_ms: int, prefix: bytes = b""
+) -> list[Piece]:
+    """The unexpired runs that follow a block, by hash. prefix: only those whose hash begins so.
+
+    Rows that make no sense are logged.
+    """
     out = []
-    for key, _ in scan(txn, child_key(ns, parent)):
+    for key, _ in scan(txn, child_key(ns, parent, prefix)):
         head = bytes(key[-HASH_BYTES:])
         try:
             piece = get(txn, ns, head)

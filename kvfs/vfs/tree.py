@@ -109,28 +109,28 @@ class Tree:
         named = parse_folder(name)
         if named is None:
             return None
-        block = named[0]
+        block, short = named[0], named[1][:SHORT_HASH]  # which name is taken, these alone say
         if parent is None:
-            siblings = [p for p in self._beginnings(ns, named[1]) if p.block == block]
+            siblings = [p for p in self._beginnings(ns, short) if p.block == block]
         else:
             line = self.where.line(parent)
             before = None if line is None else line.hash_before(block)
             if line is None or before is None:
                 return None
-            siblings = self._children(ns, before, block, line.hash_before(block + 1))
+            siblings = self._children(ns, before, block, line.hash_before(block + 1), short)
         return next((e for e in self._folders(ns, parent, siblings) if e.name == name), None)
 
-    def _beginnings(self, ns: Namespace, part: bytes = b"") -> list[Piece]:
-        """The runs at the top of a namespace; part: of the hash of the one looked for."""
+    def _beginnings(self, ns: Namespace, prefix: bytes = b"") -> list[Piece]:
+        """The runs at the top of a namespace. prefix: only those whose hash begins so."""
         with self.store.index.env().read() as txn:
-            return beginnings(txn, ns, self.store.now_ms(), part[:SHORT_HASH])
+            return beginnings(txn, ns, self.store.now_ms(), prefix)
 
     def _children(
-        self, ns: Namespace, before: bytes, block: int, onward: bytes | None
+        self, ns: Namespace, before: bytes, block: int, onward: bytes | None, prefix: bytes
     ) -> list[Piece]:
-        """The runs that follow a block; onward: the hash that is the main line."""
+        """The same of those that follow a block; onward: the hash that is the main line."""
         with self.store.index.env().read() as txn:
-            found = children(txn, ns.number, before, block, self.store.now_ms())
+            found = children(txn, ns.number, before, block, self.store.now_ms(), prefix)
         return [p for p in found if p.head != onward]
 
     def _folders(self, ns: Namespace, parent: Folder | None, forks: list[Piece]) -> Iterator[Entry]:

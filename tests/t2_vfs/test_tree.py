@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvfs.errors import IndexFault
 from kvfs.index.schema import run_key
 from kvfs.testing.chains import hashes_of, identity, tokens_of
 from kvfs.testing.trees import Garden, phantom_runs
+from kvfs.vfs import line
 from kvfs.vfs.node import BlockFile, Folder, NamespaceDir
 
 
@@ -92,6 +94,30 @@ def test_siblings_whose_short_names_are_equal(place: Garden) -> None:
     nodes = [place.entry(place.space, name).node for name in names]
     assert [n.head for n in nodes if isinstance(n, Folder)] == heads
     assert place.tree.lookup(place.space, f"000000-{heads[0].hex()}".encode()) is None
+
+
+def test_a_name_is_found_without_a_look_at_its_siblings(
+    place: Garden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the top of a namespace and behind a block."""
+    tops = chain(101)
+    first, heads = tops[:16], [tops[at : at + 16] for at in range(16, len(tops), 16)]
+    runs = [(0, place.ns.root, first), *((0, place.ns.root, head) for head in heads)]
+    forks = [(1, first, chain(1, seed)) for seed in range(1, 101)]
+    phantom_runs(place.store, place.ns, [*runs, *forks])
+    top = next(f for f in place.folders(place.space) if f.head == first)
+    names = [(place.space, f"000000-{heads[50].hex()[:16]}"), (top, place.names(top)[50])]
+    get, read = line.get, []
+
+    def look(txn: Any, ns: int, head: bytes) -> line.Piece | None:
+        read.append(head)
+        return get(txn, ns, head)
+
+    monkeypatch.setattr(line, "get", look)
+    for directory, name in names:
+        read.clear()
+        assert isinstance(place.entry(directory, name).node, Folder)
+        assert 0 < len(read) < 10
 
 
 # time
