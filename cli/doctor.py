@@ -6,6 +6,7 @@ needed, or a "fault": something that will not work.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ from kvfs.errors import EXIT_OK, ConfigError, IndexFault, InputError, KvfsError
 
 if TYPE_CHECKING:
     from kvfs.backend import Backend
+    from kvfs.mount.mountinfo import Mount
 
 _FUSE = "/dev/fuse"
 _SHM = "/dev/shm"
@@ -195,9 +197,18 @@ def _fuse(settings: Settings) -> Iterator[Fact]:
         yield Fact("fuse", "note", "fusermount3 is absent, which all but root need to mount")
     else:
         yield Fact("fuse", "ok", _FUSE)
-    for mount in mounts():
-        if mount.ours:
-            yield Fact("mount", "ok", f"{mount.point} shows {mount.source}")
+    yield from (_mount(mount) for mount in mounts() if mount.ours)
+
+
+def _mount(mount: Mount) -> Fact:
+    from kvfs.mount.mountinfo import ask
+
+    shows, answer = f"{mount.point} shows {mount.source}", ask(mount.point)
+    if answer.dead:
+        return Fact("mount", "fault", f"{shows}: its process has died; kvctl mount replaces it")
+    if answer.error == errno.ETIMEDOUT:
+        return Fact("mount", "fault", f"{shows}: its process does not answer")
+    return Fact("mount", "ok", shows)
 
 
 def _memory(settings: Settings) -> Iterator[Fact]:

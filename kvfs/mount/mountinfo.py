@@ -22,10 +22,10 @@ FSTYPE = "fuse.kvfs"
 PROBE_SECONDS = 5.0
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 _OCTAL = re.compile(rb"\\([0-7]{3})")
+_MOST_LINKS = 40  # as the kernel has it
 _PROBE = """
 import os, sys
 try:
-    os.statvfs(sys.argv[1])
     sys.stdout.write(os.getxattr(sys.argv[1], "user.kvfs.pid").decode())
 except OSError as e:
     sys.exit(e.errno)
@@ -80,13 +80,23 @@ def at(point: str) -> list[Mount]:
 
 
 def real_point(path: str) -> str:
-    """The path as the table has it, without touching what is mounted there."""
-    parent, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(parent), name)
+    """The path as the table has it, without asking what is mounted there: it may be dead."""
+    point = os.path.abspath(path)
+    for _ in range(_MOST_LINKS):
+        parent, name = os.path.split(point)
+        parent = os.path.realpath(parent)
+        point = os.path.join(parent, name)
+        try:
+            target = os.readlink(point)  # the kernel knows of a mount's top that it is no link
+        except OSError:
+            break
+        point = os.path.abspath(os.path.join(parent, target))
+    return point
 
 
 def ask(point: str) -> Answer:
-    """Asks a mount for a sign of life: attributes may be cached, statfs never is."""
+    """Asks a mount for a sign of life: an attribute that the kernel never caches and its process
+    answers itself. The storage may hang."""
     probe = subprocess.Popen(
         [sys.executable, "-ISc", _PROBE, point],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -95,6 +105,8 @@ def ask(point: str) -> Answer:
         out, _ = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         probe.kill()  # not waited for: it may sit in the kernel until the mount goes
+        assert probe.stdout is not None
+        probe.stdout.close()
         return Answer(errno.ETIMEDOUT)
     return Answer(probe.returncode, int(out) if out.isdigit() else None)
 

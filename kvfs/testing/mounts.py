@@ -29,14 +29,16 @@ import os, sys, time
 from kvfs.backend.posix import PosixBackend
 from kvfs.mount.process import MountOptions, mount
 seconds, gate, store, index, point = sys.argv[1:]
-read = PosixBackend.readv
+read, free = PosixBackend.readv, PosixBackend.free_bytes
+def wait():
+    time.sleep(float(seconds))
+    while os.path.exists(gate):
+        time.sleep(0.02)
 def slow(self, file, buffers, offset):
     if file.path.startswith("seg/"):
-        time.sleep(float(seconds))
-        while os.path.exists(gate):
-            time.sleep(0.02)
+        wait()
     return read(self, file, buffers, offset)
-PosixBackend.readv = slow
+PosixBackend.readv, PosixBackend.free_bytes = slow, lambda self: (wait(), free(self))[1]
 mount(MountOptions(store=store, index=index, point=point, foreground=True), print)
 """
 

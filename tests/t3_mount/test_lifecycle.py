@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -104,6 +105,44 @@ def test_a_dead_mount_is_unmounted(place: Mounted) -> None:
     assert not place.is_mounted() and os.listdir(place.point) == []
 
 
+def test_doctor_tells_of_a_dead_mount(place: Mounted) -> None:
+    process = place.mount_foreground()
+
+    def said() -> tuple[str, str]:
+        facts = map(json.loads, place.kvctl("doctor", "--json").stdout.splitlines())
+        (fact,) = (f for f in facts if f["text"].startswith(f"{place.point} shows kvfs:"))
+        return fact["state"], fact["text"]
+
+    assert said()[0] == "ok"
+    process.kill()
+    process.wait(5)
+    state, text = said()
+    assert state == "fault" and "has died; kvctl mount replaces it" in text
+
+
+def test_a_link_to_the_directory_is_the_directory(place: Mounted) -> None:
+    """So that nothing is mounted over the store, and what is mounted is found."""
+    links = [place.root / name for name in ("to-store", "to-point", "to-link", "loop")]
+    for link, target in zip(links, (place.store.path, "mnt/", "./to-point", "loop"), strict=True):
+        link.symlink_to(target)
+    over, _, link, loop = map(str, links)
+    done = place.kvctl(*place.arguments()[:-1], over)
+    assert done.returncode == 7 and "would hide" in one_line(done.stderr)
+    done = place.kvctl(*place.arguments()[:-1], loop)
+    assert done.returncode == 7 and "not a directory" in one_line(done.stderr)
+    process = place.mount_foreground()
+    done = place.kvctl(*place.arguments()[:-1], link)
+    assert done.returncode == 5 and "mounted there already" in one_line(done.stderr)
+    process.send_signal(signal.SIGSTOP)
+    assert mountinfo.real_point(link) == str(place.point), "without asking the mount"
+    process.kill()
+    process.wait(5)
+    assert mountinfo.real_point(link) == str(place.point)
+    done = place.kvctl("umount", link)
+    assert done.returncode == 0, done.stderr
+    assert not place.is_mounted()
+
+
 def test_a_living_mount_is_left_alone(place: Mounted) -> None:
     place.mount()
     pid = place.pid
@@ -122,6 +161,17 @@ def test_umount_waits_for_the_process(place: Mounted) -> None:
     assert not place.is_mounted()
     done = place.umount()
     assert done.returncode == 7 and "nothing is mounted" in one_line(done.stderr)
+
+
+def test_a_mount_whose_storage_hangs_is_alive_and_is_unmounted(place: Mounted) -> None:
+    place.mount_slowly(0).touch()
+    assert place.process is not None
+    pid = place.process.pid
+    done = place.try_mount()
+    assert done.returncode == 5 and f"(process {pid})" in one_line(done.stderr)
+    done = place.umount()
+    assert done.returncode == 0, done.stderr
+    assert place.process.wait(SECONDS) == 0
 
 
 @needs_root
