@@ -113,9 +113,7 @@ class Workers:
     def stalled_seconds(self) -> float:
         """How long all readers have been waiting for the storage; 0 if one is free."""
         began = [reader.since for reader in list(self._readers) if not reader.lost]
-        if not all(began):
-            return 0.0
-        return time.monotonic() - max(began, default=0.0)
+        return time.monotonic() - max(began) if began and all(began) else 0.0
 
     # reading
 
@@ -243,7 +241,7 @@ class Workers:
                     continue
                 if sum(r.lost for r in self._readers) >= MOST_LOST:
                     break
+                self._add_reader()  # first: with no reader at all the storage would count as down
                 reader.lost = True
                 log.warning("%s: a read has not ended for %.0f s", stretch.path, now - since)
                 self.core.lose(stretch)
-                self._add_reader()
