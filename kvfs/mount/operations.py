@@ -14,11 +14,12 @@ a notification that meets a request on the same inode blocks for ever.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ import trio
 
 from kvfs.errors import DeadlineError
 from kvfs.mount.guard import GuardedOperations
+from kvfs.mount.threads import Threads
 from kvfs.vfs import Entry, Stat, Tree, xattr
 from kvfs.vfs.file import Content
 from kvfs.vfs.inodes import Inodes
@@ -79,6 +81,25 @@ class _OpenFile:
         self.lock = trio.Lock()  # of many readers one waits for the storage in a thread
 
 
+@dataclass(slots=True)
+class _Held:
+    """What is said of a file that is open, whatever becomes of its names. count: how often."""
+
+    node: Node
+    stat: Stat
+    count: int = 0
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Bounds all the waiting for the storage in the block. Raises DeadlineError."""
+    try:
+        with trio.fail_after(STORAGE_SECONDS):
+            yield
+    except trio.TooSlowError:
+        raise DeadlineError(f"the storage did not answer within {STORAGE_SECONDS:.0f} s") from None
+
+
 class ReadOnly(GuardedOperations):
     """The handlers of a mount that changes nothing."""
 
@@ -94,13 +115,15 @@ class ReadOnly(GuardedOperations):
         self._files: dict[int, _OpenFile] = {}
         self._directories: dict[int, _OpenDirectory] = {}
         self._handles = 0
-        # What fstat says of files that are open, whatever becomes of their names.
-        self._held: dict[int, tuple[Stat, int]] = {}
-        self._threads = trio.CapacityLimiter(STORAGE_THREADS)
+        self._held: dict[int, _Held] = {}
+        self.threads = Threads()
+        self._limiter = trio.CapacityLimiter(STORAGE_THREADS)
 
     # helpers
 
     def _node(self, ino: int) -> Node:
+        if ino in self._held:
+            return self._held[ino].node
         node = self._inodes.get(ino)
         if node is None:
             raise pyfuse3.FUSEError(errno.ESTALE)
@@ -134,11 +157,8 @@ class ReadOnly(GuardedOperations):
 
     async def _storage(self, work: Callable[..., T], *args: Any) -> T:
         """Runs what reads the store in a thread; gives up waiting for it in the end."""
-        with trio.move_on_after(STORAGE_SECONDS):
-            return await trio.to_thread.run_sync(
-                work, *args, abandon_on_cancel=True, limiter=self._threads
-            )
-        raise DeadlineError(f"the storage did not answer within {STORAGE_SECONDS:.0f} s")
+        with _patience():
+            return await self.threads.run(work, *args, limiter=self._limiter)
 
     def _handle(self) -> int:
         self._handles += 1
@@ -180,7 +200,7 @@ class ReadOnly(GuardedOperations):
     async def getattr(self, inode: int, ctx: Any = None) -> Any:
         node = self._node(inode)
         held = self._held.get(inode)
-        found = self._stat(node) if held is None else held[0]
+        found = self._stat(node) if held is None else held.stat
         if found.ino != inode:
             raise pyfuse3.FUSEError(errno.ESTALE)
         return self._attributes(node, found)
@@ -204,19 +224,22 @@ class ReadOnly(GuardedOperations):
         if isinstance(node, Root | NamespaceDir | Folder):
             raise pyfuse3.FUSEError(errno.EISDIR)
         found = self.tree.stat(node)
+        if found.ino != inode:  # else fstat would say so of what is open
+            raise pyfuse3.FUSEError(errno.ESTALE)
         handle, content = self._handle(), self.tree.open(node, inode)
         self._files[handle] = _OpenFile(inode, content)
-        self._held[inode] = (found, self._held.get(inode, (found, 0))[1] + 1)
+        self._held.setdefault(inode, _Held(node, found)).count += 1
         return pyfuse3.FileInfo(fh=handle, keep_cache=True)
 
     async def read(self, fh: int, off: int, size: int) -> bytes | memoryview:
         file = self._files[fh]
         if file.content.ready:
             return file.content.read(off, size)
-        async with file.lock:
-            if file.content.ready:
-                return file.content.read(off, size)
-            return await self._storage(file.content.read, off, size)
+        with _patience():  # of who waits for others that read the same file, too
+            async with file.lock:
+                if file.content.ready:
+                    return file.content.read(off, size)
+                return await self.threads.run(file.content.read, off, size, limiter=self._limiter)
 
     async def flush(self, fh: int) -> None:
         raise pyfuse3.FUSEError(errno.ENOSYS)  # once; then the kernel asks no more
@@ -224,9 +247,10 @@ class ReadOnly(GuardedOperations):
     async def release(self, fh: int) -> None:
         file = self._files.pop(fh)
         file.content.close()
-        found, count = self._held.pop(file.ino)
-        if count > 1:
-            self._held[file.ino] = (found, count - 1)
+        held = self._held[file.ino]
+        held.count -= 1
+        if not held.count:
+            del self._held[file.ino]
 
     # directories
 

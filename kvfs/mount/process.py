@@ -18,10 +18,9 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.index.place import default_root
@@ -30,6 +29,9 @@ from kvfs.store import Store
 from kvfs.store_path import absolute, path_of
 from kvfs.systemd import notify
 from kvfs.vfs import Tree
+
+if TYPE_CHECKING:
+    from kvfs.mount.threads import Threads
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ def _serve(options: MountOptions, point: str, ready: Callable[[], None]) -> None
             ready()
             notify("READY=1")
             with _tick():
-                _run(store)
+                _run(store, operations.threads)
         finally:
             notify("STOPPING=1")
             pyfuse3.close(unmount=True)
@@ -259,23 +261,11 @@ def _tick() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _run(store: Store) -> None:
-    """Serves requests; follows the journals beside, in a thread that is left alone at the end."""
+def _run(store: Store, threads: Threads) -> None:
+    """Serves requests; follows the journals beside. Threads that the storage holds are left
+    alone at the end."""
     import pyfuse3
     import trio
-
-    following = threading.Lock()
-
-    async def follow() -> None:
-        limiter, last = trio.CapacityLimiter(1), ""
-        while True:
-            await trio.sleep(FOLLOW_SECONDS)
-            problem = await trio.to_thread.run_sync(
-                _catch_up, store, following, abandon_on_cancel=True, limiter=limiter
-            )
-            if problem and problem != last:
-                log.warning("following the journals: %s", problem)
-            last = problem
 
     async def end_at_signal(nursery: Any) -> None:
         with trio.open_signal_receiver(*_ENDING) as signals:
@@ -288,13 +278,13 @@ def _run(store: Store) -> None:
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(follow)
+            nursery.start_soon(_follow, store, threads)
             nursery.start_soon(end_at_signal, nursery)
             await pyfuse3.main()
             nursery.cancel_scope.cancel()
 
     trio.run(main)
-    if not following.acquire(timeout=GRACE_SECONDS):
+    if not threads.end(GRACE_SECONDS):
         # A thread sits in the storage with the index open: closing that under it would crash.
         log.warning("the storage does not answer; leaving the index to the kernel")
         logging.shutdown()
@@ -302,14 +292,30 @@ def _run(store: Store) -> None:
         os._exit(0)
 
 
-def _catch_up(store: Store, following: threading.Lock) -> str:
-    """Applies what other hosts wrote; returns what is wrong, or ""."""
-    with following:
+async def _follow(store: Store, threads: Threads) -> None:
+    """Applies what other hosts write, again and again, and logs what is wrong when that changes."""
+    import trio
+
+    limiter, last = trio.CapacityLimiter(1), ""
+    while True:
+        await trio.sleep(FOLLOW_SECONDS)
+        bug: Exception | None = None
         try:
-            problems = store.catch_up().problems
-        except (KvfsError, OSError) as e:
-            return str(e)
-        return "; ".join(problems[:3])
+            problem = await threads.run(_catch_up, store, limiter=limiter)
+        except Exception as e:  # a bug, or no thread to be had: no reason to end the mount
+            problem, bug = repr(e), e
+        if problem and problem != last:
+            log.warning("following the journals: %s", problem, exc_info=bug)
+        last = problem
+
+
+def _catch_up(store: Store) -> str:
+    """Applies what other hosts wrote; returns what is wrong, or ""."""
+    try:
+        problems = store.catch_up().problems
+    except (KvfsError, OSError) as e:
+        return str(e)
+    return "; ".join(problems[:3])
 
 
 # logging
@@ -348,7 +354,7 @@ def _handler(path: str | None) -> logging.Handler:
         if path == "syslog":
             handler = handlers.SysLogHandler("/dev/log", handlers.SysLogHandler.LOG_DAEMON)
         elif path is not None:
-            handler = handlers.WatchedFileHandler(path)
+            handler = handlers.WatchedFileHandler(path, encoding="utf-8")
         else:
             handler = logging.StreamHandler()
     except OSError as e:
@@ -359,13 +365,20 @@ def _handler(path: str | None) -> logging.Handler:
 
 def _formatter(path: str | None) -> logging.Formatter:
     if path == "syslog":
-        return logging.Formatter("kvfs-mount[%(process)d]: %(message)s")
+        return _Formatter("kvfs-mount[%(process)d]: %(message)s")
     if path is None and os.environ.get("JOURNAL_STREAM"):
         return _JournalFormatter("%(message)s")
-    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return _Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-class _JournalFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
+    """Writes paths out that are no UTF-8, which the handlers could not."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).encode(errors="backslashreplace").decode()
+
+
+class _JournalFormatter(_Formatter):
     """Puts the priority in front that systemd's journal reads from a service's output."""
 
     def format(self, record: logging.LogRecord) -> str:

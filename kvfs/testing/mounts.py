@@ -51,16 +51,17 @@ class Mounted:
     """A store in a directory, with an index, a mount point and a log beside it."""
 
     def __init__(
-        self, root: Path, *, row_bytes: int = 300_000, block_tokens: int = 128,
-        clock: Callable[[], float] = time.time,
+        self, root: Path, *, name: str = "store", row_bytes: int = 300_000,
+        block_tokens: int = 128, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
+        """name: of the store."""
         self.root = root
         self.point = root / "mnt"
         self.index = root / "index"
         self.log_file = root / "mount.log"
         self.point.mkdir(parents=True)
         self.store = Store.init(
-            root / "store", index=str(self.index), durability="none", grace_seconds=0.0,
+            root / name, index=str(self.index), durability="none", grace_seconds=0.0,
             clock=clock,
         )  # fmt: skip
         self.ns: Namespace = self.store.create_namespace(identity(row_bytes, block_tokens))

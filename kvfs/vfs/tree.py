@@ -233,7 +233,8 @@ class Tree:
 
     def _text(self, ns: Namespace | None) -> bytes:
         if ns is None:
-            return text.README.format(store=self.store.path, uuid=self.store.uuid.hex()).encode()
+            uuid = self.store.uuid.hex()
+            return os.fsencode(text.README.format(store=self.store.path, uuid=uuid))
         return (json.dumps(ns.identity.redacted(), indent=1) + "\n").encode()
 
     def _namespace_entry(self, ns: Namespace) -> Entry:
@@ -267,6 +268,8 @@ class Tree:
         ns = node.folder.ns
         if isinstance(node, Tokens):
             line = self._line(node.folder)
+            if tokens_ino(ns.nsid, node.folder.head, line.last_hash) != ino:
+                raise stale()
             return TokensContent(
                 self.store.backend, ns, line.end - line.first,
                 lambda first, end: self.where.places(line, line.first + first, line.first + end),

@@ -7,6 +7,7 @@ user.kvfs.checksum reads the block's record in the store.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -47,7 +48,7 @@ def value(tree: Tree, node: Node, name: bytes, ino: int | None = None) -> bytes 
     key = name.removeprefix(PREFIX).decode("ascii", "replace")
     if not name.startswith(PREFIX) or key not in _keys(node):
         return None
-    return _value(tree, node, key, ino).encode()
+    return os.fsencode(_value(tree, node, key, ino))
 
 
 def _value(tree: Tree, node: Node, key: str, ino: int | None) -> str:

@@ -183,6 +183,7 @@ def test_storage_that_does_not_answer(place: Mounted) -> None:
         assert time.monotonic() - began < 5
         assert reader.wait(5) != 0, "the reader got an error, not a wrong byte"
         assert not place.is_mounted()
+        assert "leaving the index to the kernel" in (place.root / "output").read_text()
     finally:
         gate.unlink()
         reader.kill()

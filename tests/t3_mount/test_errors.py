@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,13 @@ import pytest
 from kvfs.index.schema import run_key
 from kvfs.testing.chains import hashes_of, payload, tokens_of
 from kvfs.testing.mounts import Mounted
+from kvfs.vfs import Tree
+from kvfs.vfs.inodes import Inodes
+from kvfs.vfs.node import folder_name
 
 pyfuse3 = pytest.importorskip("pyfuse3")
 trio = pytest.importorskip("trio")
+trio_testing = pytest.importorskip("trio.testing")
 
 
 def fails(code: int, work: Callable[[], object]) -> None:
@@ -188,6 +194,127 @@ def test_the_guard() -> None:
     assert answer("release", 1) == errno.EIO
     assert trio.run(broken.getxattr, 1, b"a", None) == b"fine"
     assert broken.requests["lookup"] == broken.requests["getxattr"] == 1
+
+
+# the handlers, in process: what the kernel does not let one provoke, or takes long
+
+
+def handlers(place: Mounted) -> pyfuse3.Operations:
+    from kvfs.mount.operations import Owner, ReadOnly
+
+    return ReadOnly(Tree(place.store), Owner(0, 0))
+
+
+async def find(ask: pyfuse3.Operations, place: Mounted, *names: str) -> list[int]:
+    """The inode numbers of files in the only node of a store."""
+    head = hashes_of(place.ns, tokens_of([1], place.ns.block_tokens))[0]
+    at = pyfuse3.ROOT_INODE
+    for name in (place.ns.name, folder_name(0, head).decode()):
+        at = (await ask.lookup(at, name.encode())).st_ino
+    return [(await ask.lookup(at, name.encode())).st_ino for name in names]
+
+
+@pytest.mark.expect_logs(r"read: the storage did not answer")
+def test_waiting_for_others_that_read_a_file_counts(
+    place: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits behind a read that hangs waits no longer than it does."""
+    from kvfs.mount.operations import STORAGE_SECONDS
+
+    place.put(1)
+    ask, go_on = handlers(place), threading.Event()
+    monkeypatch.setattr("kvfs.vfs.file.read_payload", lambda *a: memoryview(b"x" * go_on.wait(60)))
+    gave_up: list[float] = []
+
+    async def read(handle: int) -> None:
+        with pytest.raises(pyfuse3.FUSEError) as caught:
+            await ask.read(handle, 0, 10)
+        assert caught.value.errno == errno.ETIMEDOUT
+        gave_up.append(trio.current_time())
+
+    async def main() -> float:
+        (ino,) = await find(ask, place, "000000.kv")
+        handle = (await ask.open(ino, os.O_RDONLY, None)).fh
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(read, handle)
+        return float(began)
+
+    began = trio.run(main, clock=trio_testing.MockClock(autojump_threshold=0))
+    assert not ask.threads.end(0), "the thread is in the storage, and may use the index yet"
+    go_on.set()
+    assert ask.threads.end(60)
+    assert gave_up == pytest.approx([began + STORAGE_SECONDS] * 5)
+
+
+def test_what_is_opened_is_what_was_looked_up(place: Mounted) -> None:
+    """A line that has grown since has another number: the kernel looks the name up anew."""
+    place.put(1, 2)
+    ask = handlers(place)
+
+    async def main() -> None:
+        (old,) = await find(ask, place, "tokens")
+        place.put(1, 2, 3)
+        with pytest.raises(pyfuse3.FUSEError) as caught:
+            await ask.open(old, os.O_RDONLY, None)
+        assert caught.value.errno == errno.ESTALE
+        (new,) = await find(ask, place, "tokens")
+        await ask.open(new, os.O_RDONLY, None)
+        place.put(1, 2, 3, 4)
+        assert (await ask.getattr(new)).st_size * 2 == 3 * place.ns.block_tokens * 11 * 2
+
+    trio.run(main)
+
+
+def test_an_open_file_outlives_its_number(place: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which only so many are kept."""
+    monkeypatch.setattr("kvfs.mount.operations.Inodes", functools.partial(Inodes, files=1))
+    place.put(1, 2)
+    ask = handlers(place)
+
+    async def main() -> None:
+        (first,) = await find(ask, place, "000000.kv")
+        opened = [(await ask.open(first, os.O_RDONLY, None)).fh for _ in range(2)]
+        await find(ask, place, "000001.kv")
+        for handle in opened:
+            assert (await ask.getattr(first)).st_size == place.ns.row_bytes
+            assert await ask.getxattr(first, b"user.kvfs.block", None) == b"0"
+            await ask.release(handle)
+        with pytest.raises(pyfuse3.FUSEError):
+            await ask.getattr(first)
+
+    trio.run(main)
+
+
+@pytest.mark.expect_logs(r"following the journals: (ValueError|RuntimeError)")
+def test_a_bug_in_following_ends_nothing(
+    place: Mounted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does a turn that no thread can be had for; each is said once, until it changes."""
+    from kvfs.mount.process import _follow
+    from kvfs.mount.threads import Threads
+
+    turns = [ValueError("a bug")] * 2 + [RuntimeError("can't start new thread")] * 2
+
+    async def main() -> None:
+        with trio.CancelScope() as done:
+
+            async def run(*args: object, **options: object) -> str:
+                if turns:
+                    raise turns.pop(0)
+                done.cancel()
+                return ""
+
+            threads = Threads()
+            monkeypatch.setattr(threads, "run", run)
+            await _follow(place.store, threads)
+
+    trio.run(main, clock=trio_testing.MockClock(autojump_threshold=0))
+    assert [r.getMessage().split(": ")[1][:12] for r in caplog.records] == [
+        "ValueError('", "RuntimeError",
+    ]  # fmt: skip
+    assert all(r.exc_info for r in caplog.records), "it is told where"
 
 
 def test_every_handler_is_guarded() -> None:

@@ -412,16 +412,19 @@ def test_systemd_is_told(place: Mounted, monkeypatch: pytest.MonkeyPatch) -> Non
         assert process.wait(5) == 0
 
 
-def test_names_of_stores_that_mount_options_could_break(tmp_path: Path) -> None:
-    root = tmp_path / "a,b c\\d é"
-    place = Mounted(root)
-    try:
+@pytest.mark.parametrize("name", [b"a,b c\\d \xc3\xa9", b"no \xff UTF-8"])
+def test_names_of_stores_that_others_could_stumble_over(tmp_path: Path, name: bytes) -> None:
+    """In mount options, in what is shown, and in the log."""
+    with mounted(tmp_path, name=os.fsdecode(name)) as place:
         place.mount()
         (found,) = mountinfo.at(str(place.point))
         assert found.source == f"kvfs:{place.store.path}" and found.fstype == "fuse.kvfs"
+        assert place.ns.name in os.listdir(place.point)
+        assert os.fsencode(place.store.path) in (place.point / "README").read_bytes()
+        path = os.getxattr(place.point, "user.kvfs.store")
+        assert path == os.fsencode(place.store.path)
         assert place.umount().returncode == 0
-    finally:
-        place.close()
+        assert "mounted at" in place.log() and "unmounted" in place.log()
 
 
 def test_the_table_of_mounts_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
