@@ -54,7 +54,7 @@ class Secret:
             raise ConfigError(
                 f"no secret to talk to other hosts with: give --secret-file or {SECRET_VARIABLE}"
             )
-        return cls(value.encode().strip())
+        return cls(os.fsencode(value).strip())
 
     def of_request(
         self, method: str, target: str, host: str, time_ms: int, nonce: bytes, content: bytes

@@ -230,6 +230,9 @@ def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(auth.SECRET_VARIABLE, "short")
     with pytest.raises(ConfigError, match="5 bytes"):
         Secret.load()
+    monkeypatch.setenv(auth.SECRET_VARIABLE, os.fsdecode(b"\xff" * auth.MIN_SECRET))
+    binary = Secret(b"\xff" * auth.MIN_SECRET).of_answer(b"", 1, b"", b"")
+    assert Secret.load().of_answer(b"", 1, b"", b"") == binary
     assert KEY not in repr(same)
 
 
