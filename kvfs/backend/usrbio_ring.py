@@ -159,6 +159,10 @@ class Ring(BaseRing):
         self._fence = fence()
         self._free = list(range(shape.n - 1))
         self._owner = [-1] * shape.n
+        self._submission = [0] * shape.n  # of each slot's I/O
+        self._unfinished = bytearray(shape.n)  # by submission
+        self._oldest = 0
+        """The first submission without a result: the daemon reads it again when it is done."""
 
     @property
     def in_flight(self) -> int:
@@ -166,10 +170,11 @@ class Ring(BaseRing):
 
     @property
     def room(self) -> int:
-        # Batches may end in any order, but submissions are taken back in theirs: behind one that
-        # takes long there is no room for more, though slots are free.
-        taken, submitted = self._marks[layout.TAKEN], self._marks[layout.SUBMITTED]
-        return min(len(self._free), (taken - submitted - 1) % self._n)
+        # Batches may end in any order, but submissions are used again in theirs: behind one that
+        # takes long there is no room for more, though slots are free. The daemon's own mark of
+        # what it has taken does not say it: daemons have moved it before they looked for the last
+        # time (src/fuse/IoRing.cc of deepseek-ai/3FS copies submissions first since).
+        return min(len(self._free), (self._oldest - self._marks[layout.SUBMITTED] - 1) % self._n)
 
     def _send(self, ios: Sequence[Io], first: int) -> int:
         memory, free, owner, n = self._memory, self._free, self._owner, self._n
@@ -180,6 +185,7 @@ class Ring(BaseRing):
         for io in ios[first : first + count]:
             slot = free.pop()
             owner[slot] = serial
+            self._submission[slot], self._unfinished[head] = head, 1
             ARGS.pack_into(memory, layout.MARKS + ARGS.size * slot, *io, serial)
             SUBMISSION.pack_into(memory, self._submissions + SUBMISSION.size * head, slot, serial)
             head = head + 1 if head + 1 < n else 0
@@ -208,8 +214,12 @@ class Ring(BaseRing):
                 continue
             owner[slot] = -1
             self._free.append(slot)
+            self._unfinished[self._submission[slot]] = 0
             mine += self._told(serial, result, base, results)
         self._marks[layout.REAPED] = tail
+        submitted = self._marks[layout.SUBMITTED]
+        while self._oldest != submitted and not self._unfinished[self._oldest]:
+            self._oldest = (self._oldest + 1) % n
         return mine
 
     def close(self) -> None:

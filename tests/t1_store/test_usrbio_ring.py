@@ -185,6 +185,23 @@ def test_submissions_behind_a_batch_that_takes_long_are_not_written_over() -> No
         thread.join()
 
 
+def test_a_submission_is_not_written_over_before_its_result_is_here() -> None:
+    """Daemons have given them back first, and read them after that."""
+    pair = Pair(7, depth=-1)
+    assert pair.ring.run(ios(7), 0.01)[1] == [None] * 7
+    (first, _), *others = pair.served.jobs()
+    for at, _ in others:
+        pair.served.finish(at, [0])
+    submission = pair.served.submission(first)
+    pair.memory[: layout.MARKS].cast("i")[layout.TAKEN] = 7
+    pair.ring.run(ios(3), 0.01)
+    assert pair.served.submission(first) == submission
+    pair.served.finish(first, [0])
+    pair.serve(lambda offset, length: length)
+    pair.ring.reap()
+    assert pair.ring.in_flight == pair.ring.foreign == 0
+
+
 def test_what_comes_late_is_no_result_of_a_later_run(pair: Pair) -> None:
     pair.ring.run(ios(3), 0.01)
 

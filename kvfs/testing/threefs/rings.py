@@ -121,9 +121,10 @@ class ServedRing:
         """Shows the results of a whole batch."""
         n = self.shape.n
         with self._lock:
+            # Before they are given back: the client writes over them.
+            submissions = [self.submission(first + i) for i in range(len(results))]
             self._end((first + len(results)) % n)
-            for i, result in enumerate(results):
-                slot, serial = self.submission(first + i)
+            for (slot, serial), result in zip(submissions, results, strict=True):
                 head = self._marks[layout.COMPLETED]
                 place = self.shape.completions + COMPLETION.size * head
                 COMPLETION.pack_into(self.shared.view, place, slot, 0, result, serial)
