@@ -23,16 +23,20 @@ _IGNORED = {
     "default_permissions",
 }  # fmt: skip
 _FLAGS: dict[str, tuple[str, bool]] = {
-    "ro": ("writable", False), "rw": ("writable", True), "allow_other": ("allow_other", True),
-    "foreground": ("foreground", True),
+    "ro": ("writable", False), "rw": ("writable", True), "writable": ("writable", True),
+    "allow_other": ("allow_other", True), "foreground": ("foreground", True),
 }  # fmt: skip
-_VALUES = frozenset({"index", "log", "uid", "gid", "umask"})
+_TEXTS = frozenset({"index", "log"})
+# What each may be at most, and its base; the highest number of a user means "none".
+_NUMBERS = {"uid": (2**32 - 2, 10), "gid": (2**32 - 2, 10), "umask": (0o777, 8)}
 
 MANUAL = {
     "Mount options": """
     ro -- Nothing can be changed (the default).
-    rw -- rm evicts a block and all that follows it, touch renews a block and what it builds on,
-    setfattr -n user.kvfs.ttl_class -v CLASS moves it to another class. Nothing else is allowed.
+    rw, writable -- rm evicts a block and all that follows it, touch renews a block and what it
+    builds on, setfattr -n user.kvfs.ttl_class -v CLASS moves it to another class. Nothing else is
+    allowed. mount(8), and so fstab, takes `writable` alone: it says rw of its own accord wherever
+    nothing is said.
     allow_other -- As --allow-other.
     uid=N, gid=N -- Whose the files are; default: of who mounts.
     umask=MODE -- Permissions to take away, octal.
@@ -58,6 +62,8 @@ MANUAL = {
     A line of /etc/fstab, with `mount.kvfs` in /sbin:
 
       /srv/kvfs  /mnt/kvfs  kvfs  ro,allow_other,_netdev,nofail  0  0
+
+    With `writable` in place of `ro` it can be changed.
     """,
     "Signals": """
     SIGTERM, SIGINT, SIGHUP -- Unmount and end.
@@ -94,7 +100,8 @@ def command(
 
     DIR becomes the top of the tree: a directory for each namespace, in it one for each prompt
     beginning, in that a file for each block; forks are directories. All is read-only unless
-    -o rw is given. A mount whose process has died is replaced. See also kvctl-umount(1).
+    -o rw is given (-o writable with mount(8)). A mount whose process has died is replaced. See also
+    kvctl-umount(1).
     """
     from kvfs.mount.process import MountOptions, mount
 
@@ -122,8 +129,10 @@ def apply_options(options: MountOptions, text: str) -> MountOptions:
         if name in _FLAGS:
             key, setting = _FLAGS[name]
             change[key] = setting
-        elif name in _VALUES:
-            change[name] = _value(name, value)
+        elif name in _TEXTS:
+            change[name] = value
+        elif name in _NUMBERS:
+            change[name] = _number(name, value)
     return replace(options, **change)
 
 
@@ -132,13 +141,16 @@ def is_known(item: str) -> bool:
     name, equals, _ = item.partition("=")
     if name in _IGNORED or name.startswith("x-") or name == "comment":
         return True
-    return name in _VALUES if equals else name in _FLAGS
+    return name in _TEXTS or name in _NUMBERS if equals else name in _FLAGS
 
 
-def _value(name: str, text: str) -> str | int:
-    if name in ("index", "log"):
-        return text
+def _number(name: str, text: str) -> int:
+    most, base = _NUMBERS[name]
     try:
-        return int(text, 8 if name == "umask" else 10)
+        number = int(text, base)
     except ValueError:
-        raise InputError(f"mount option {name}={text}: not a number") from None
+        number = -1
+    if not 0 <= number <= most:
+        limit = f"{most:o}, octal" if base == 8 else str(most)
+        raise InputError(f"mount option {name}={text}: not a number from 0 to {limit}")
+    return number

@@ -5,6 +5,9 @@
 The operands come first and options after them; -f only pretends; -s asks to overlook unknown
 options, which mount(8) hands on for other file systems; the rest means nothing here. The
 environment may be empty.
+
+mount(8) says `rw` wherever nothing is said, so that here it does not mean that somebody wants to
+change a store: `writable` does.
 """
 
 from __future__ import annotations
@@ -47,12 +50,14 @@ def translate(given: list[str]) -> list[str] | None:
     source, directory = operands
     out = ["mount", "--store", source]
     for text in options:
-        out += ["-o", _known(text) if "s" in flags else text]
+        if meant := _meant(text, only_known="s" in flags):
+            out += ["-o", meant]
     return [*out, "--", directory]
 
 
-def _known(text: str) -> str:
-    """The options of a list that this file system knows."""
+def _meant(text: str, *, only_known: bool) -> str:
+    """The options of a list without mount(8)'s own rw, and without what is not known here."""
     from kvfs.cli.mount import is_known
 
-    return ",".join(item for item in text.split(",") if is_known(item))
+    items = (item for item in text.split(",") if item != "rw")
+    return ",".join(item for item in items if is_known(item) or not only_known)

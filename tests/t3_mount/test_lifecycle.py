@@ -447,7 +447,7 @@ def test_mount_t_kvfs(place: Mounted) -> None:
     if helper.exists() or helper.is_symlink():
         pytest.skip("/sbin/mount.kvfs is there already")
     place.put(1)
-    options = f"ro,_netdev,nofail,x-systemd.requires=a,index={place.index},log={place.log_file}"
+    options = f"_netdev,nofail,x-systemd.requires=a,index={place.index},log={place.log_file}"
     try:
         code = "from kvfs.cli.mount_helper import main; main()"
         helper.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
@@ -458,12 +458,18 @@ def test_mount_t_kvfs(place: Mounted) -> None:
             command, env=kept, capture_output=True, text=True, timeout=SECONDS, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert len(list(place.space.glob("*/*.kv"))) == 1
+        (block,) = place.space.glob("*/*.kv")
         assert shutil.disk_usage(place.point).total > 0
+        with pytest.raises(OSError, match="Read-only"):
+            block.unlink()
+        unmount = ["umount", "-t", "fuse.kvfs", str(place.point)]
+        subprocess.run(unmount, check=True)
+        subprocess.run([*command, "-o", "writable"], env=kept, timeout=SECONDS, check=True)
+        block.unlink()
         done = subprocess.run(
             [*command[:-1], "ro,nonsense"], env=kept, capture_output=True, text=True, check=False
         )
         assert done.returncode != 0 and "nonsense" in done.stderr
     finally:
         helper.unlink()
-    subprocess.run(["umount", "-t", "fuse.kvfs", place.point], check=True)
+    subprocess.run(unmount, check=True)
