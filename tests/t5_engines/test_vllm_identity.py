@@ -16,6 +16,7 @@ import torch
 
 from kvfs import Store
 from kvfs.connectors import vllm_identity as vi
+from kvfs.connectors.settings import Common
 from kvfs.connectors.vllm_adapters import Adapters
 from kvfs.connectors.vllm_layout import measure
 from kvfs.connectors.vllm_settings import Settings
@@ -198,6 +199,10 @@ def test_adapters_are_named_by_content(tmp_path: Path) -> None:
         ({"store": "/s", "fetch_seconds": "2"}, "of type float"),
         ({"store": "/s", "block_tokens": True}, "of type int"),
         ({"store": "/s", "save_bytes": 0}, "must be positive"),
+        ({"store": "/s", "slot_bytes": -1}, "slot_bytes must not be negative"),
+        ({"store": "/s", "flush_seconds": -1}, "flush_seconds must not be negative"),
+        ({"store": "/s", "fetch_seconds": float("nan")}, "must be positive"),
+        ({"store": "/s", "fetch_seconds": float("inf")}, "and finite"),
     ],
 )
 def test_settings_that_cannot_be_right(given: dict[str, Any], message: str) -> None:
@@ -207,3 +212,17 @@ def test_settings_that_cannot_be_right(given: dict[str, Any], message: str) -> N
 
 def test_settings() -> None:
     assert Settings.parse({"store": "/s", "fetch_seconds": 3}).fetch_seconds == 3.0
+    assert Settings.parse({"store": "/s", "slot_bytes": 0}).slot_bytes == 0
+
+
+def test_a_connector_that_needs_more_says_so() -> None:
+    """And what is true or false is no number."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Own(Common):
+        NEEDED = ("store", "weights")
+        replay: bool = True
+
+    assert not Own("/s", weights="w", replay=False).replay
+    with pytest.raises(InputError, match="needs `weights`"):
+        Own("/s")
