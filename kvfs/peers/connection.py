@@ -36,25 +36,30 @@ _GOOD_HEAD = b"HTTP/1.1 2"
 class Connections:
     """All connections of a server. `serve` is what trio.serve_listeners calls for each."""
 
-    def __init__(self, app: Any, config: Config) -> None:
+    def __init__(self, app: Any, config: Config, most: int) -> None:
         """app: an ASGI application, which is told of requests alone; keep_alive_timeout of the
-        config: seconds that a connection may be idle."""
+        config: seconds that a connection may be idle; most: connections at once."""
         self._app = ASGIWrapper(app)
         self._config = config
         self._context = WorkerContext(None)
-        self._open: set[_Connection] = set()
+        self._most = most
+        self._open: dict[_Connection, None] = {}  # in the order in which they came
 
     async def serve(self, stream: trio.SocketStream) -> None:
-        """Serves one connection until it is closed."""
+        """Serves one connection until it is closed. Where there are too many, the one that has
+        asked nothing for longest makes room; without such a one the new one is closed."""
+        if len(self._open) >= self._most and not await self._make_room():
+            await trio.aclose_forcefully(stream)
+            return
         state = ConnectionState({})
         connection = _Connection(self._app, self._config, self._context, state, stream)
-        self._open.add(connection)
+        self._open[connection] = None
         try:
             await connection
         except Exception:
             log.exception("a connection of another host failed; this is a bug of kvfs")
         finally:
-            self._open.discard(connection)
+            self._open.pop(connection, None)
 
     async def close_idle(self) -> None:
         """Closes those that have asked nothing, or half a question, for too long."""
@@ -65,6 +70,15 @@ class Connections:
         """Closes those that ask nothing; the others when they have their answer."""
         await self._context.terminated.set()
         await self._close(lambda since: True)
+
+    async def _make_room(self) -> bool:
+        idle = [(since, c) for c in self._open if (since := c.idle_task.since) is not None]
+        if not idle:
+            return False
+        _, longest = min(idle, key=lambda found: found[0])
+        del self._open[longest]
+        await trio.aclose_forcefully(longest.stream)
+        return True
 
     async def _close(self, wanted: Callable[[float], bool]) -> None:
         for connection in list(self._open):

@@ -2,7 +2,8 @@
 
 Binds the one address it is given, never all of them unless told so. What may be read, waited for
 and kept is bounded: heads of a few KiB, an end for connections that do nothing, one for peers that
-take nothing, a few requests at once (kvfs.peers.app), and a number of connections.
+take nothing, a few requests at once (kvfs.peers.app), and a number of connections, which leaves the
+process files for everything else.
 
 Threads: `start` and `stop` from the one that owns it; the loop has a thread of its own.
 """
@@ -24,30 +25,32 @@ from kvfs.errors import BackendError, ConfigError
 from kvfs.peers.app import SlotApp
 from kvfs.peers.connection import Connections
 from kvfs.peers.pools import Pools
-from kvfs.peers.wire import MAX_HEAD, join_address, split_address
+from kvfs.peers.wire import IDLE_SECONDS, MAX_HEAD, join_address, split_address
 
 log = logging.getLogger(__name__)
-IDLE_SECONDS = 30.0
-"""How long a connection that asks nothing, or half a head, is kept."""
 STUCK_SECONDS = 10.0
 """How long a peer may take nothing of what was sent, or send nothing of what it announced."""
 STOP_SECONDS = 2.0
 _TIDY_SECONDS = 1.0
 _BACKLOG = 1024
 _FILES = 65536
+_MOST = 4096
 
 
 class SlotServer:
     """Answers other hosts until it is stopped. A context manager."""
 
     def __init__(
-        self, app: SlotApp, pools: Pools, listener: socket.socket, *, idle: float = IDLE_SECONDS
-    ) -> None:
-        """listener: of `bound`; closed with the server. idle: seconds, see IDLE_SECONDS."""
+        self, app: SlotApp, pools: Pools, listener: socket.socket, *, idle: float = IDLE_SECONDS,
+        most: int = _MOST,
+    ) -> None:  # fmt: skip
+        """listener: of `bound`; closed with the server. idle: seconds, see IDLE_SECONDS; most:
+        connections, fewer where the process may not open twice as many files."""
         self.app = app
         self.pools = pools
         self._listener = listener
         self._idle = idle
+        self._most = most
         self._thread = threading.Thread(target=self._run, name="kvfs-peers", daemon=True)
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -93,7 +96,7 @@ class SlotServer:
 
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
-        connections = Connections(self.app, _config(self._idle))
+        connections = Connections(self.app, _config(self._idle), min(self._most, _share()))
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener.dup()))
         async with trio.open_nursery() as under_way:
             async with trio.open_nursery() as nursery:
@@ -164,6 +167,12 @@ def _config(idle: float) -> Config:
     config.max_app_queue_size = 4
     config.include_server_header = config.include_date_header = False
     return config
+
+
+def _share() -> int:
+    """Connections that leave the process as many files again."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else soft // 2
 
 
 def _raise_file_limit() -> None:

@@ -33,6 +33,8 @@ INSTANCE = "kvfs-instance"
 STATUS_PATH = "/1/status"
 SLOTS_PATH = "/1/slots/"
 INSTANCE_BYTES = 16
+IDLE_SECONDS = 30.0
+"""How long a server keeps a connection that asks nothing, or half a head."""
 MAX_HEAD = 8192
 """Bytes of a request's or an answer's head at most."""
 

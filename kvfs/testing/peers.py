@@ -71,13 +71,14 @@ def pool_of(
 @contextlib.contextmanager
 def serving(
     directory: Path, *, listen: str = "127.0.0.1:0", identity: Identity = FLASH,
-    secret: Secret = SECRET, idle: float = 30.0, stuck: float = 10.0, **options: Any,
+    secret: Secret = SECRET, idle: float = 30.0, stuck: float = 10.0, most: int = 1 << 20,
+    **options: Any,
 ) -> Iterator[SlotServer]:  # fmt: skip
     """A server of the pool in a directory, in this process. options: of SlotApp."""
     listener = bound(listen, stuck=stuck)
     with Pools(lambda: [identity], str(directory)) as pools:
         app = SlotApp(pools, secret, address_of(listener), **options)
-        with SlotServer(app, pools, listener, idle=idle) as server:
+        with SlotServer(app, pools, listener, idle=idle, most=most) as server:
             yield server
 
 
