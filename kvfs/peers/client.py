@@ -1,7 +1,8 @@
 """Asks other hosts for slots, and gives them some. Whatever goes wrong is a reason, in time.
 
-Connections are kept for the next request. A peer that did not answer is left alone for a second, so
-that a host that is down does not take its deadline from every request. An answer whose MAC, kind or
+Connections are kept for the next request, for less than the peer keeps them. A peer that did not
+answer is left alone for a second, so that a host that is down does not take its deadline from every
+request; one that was given next to no time is not blamed for it. An answer whose MAC, kind or
 length is not right is none; a slot is handed out only after its description is the one that was
 asked for (anchor, lineage, layout; pool and generation if a hint named them) and its data match the
 checksum in it. A peer that was started anew is noticed by its instance, which every answer names.
@@ -26,15 +27,22 @@ from kvfs.errors import FormatError, InputError
 from kvfs.layout import StateLayout
 from kvfs.peers import wire
 from kvfs.peers.auth import MAC_BYTES, NONCE_BYTES, Secret, same
-from kvfs.peers.http import Connection, Head, PeerError
+from kvfs.peers.http import Connection, Head, Late, PeerError
 from kvfs.peers.wire import Holder
 from kvfs.state.slot import META_BYTES, Anchor, SlotMeta
 from kvfs.state.slots import Slot
 
 log = logging.getLogger(__name__)
 AWAY_SECONDS = 1.0
+LEAST_SECONDS = 0.02
+"""Who did not answer within less may be there all the same."""
 KEPT = 8
 """Connections to one peer that are kept."""
+KEPT_SECONDS = wire.IDLE_SECONDS - 5
+"""How long: the peer must not close one that is taken just now."""
+MOST_PEERS = 4096
+"""Whose instances are known."""
+_TIDY_SECONDS = 1.0
 BUSY = "busy"
 """What the reason begins with where another try may do."""
 _WORDS = {401: "refused", 404: "not there", 412: "stale hint", 503: BUSY}
@@ -79,7 +87,8 @@ class PeerClient:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._idle: dict[str, list[Connection]] = {}
+        self._idle: dict[str, list[tuple[Connection, float]]] = {}  # and since when
+        self._tidied = time.monotonic()
         self._instances: dict[str, bytes] = {}
         self._away: dict[str, tuple[float, str]] = {}
 
@@ -87,7 +96,7 @@ class PeerClient:
         """Closes the connections that are kept. The client may be used on."""
         with self._lock:
             idle, self._idle = self._idle, {}
-        for connection in (c for kept in idle.values() for c in kept):
+        for connection, _ in (c for kept in idle.values() for c in kept):
             connection.close()
 
     def __enter__(self) -> PeerClient:
@@ -172,8 +181,9 @@ class PeerClient:
     ) -> tuple[Any, str]:  # fmt: skip
         """(what `take` makes of a good answer, "") or (None, the reason why there is none)."""
         self._mine()
+        given = deadline - time.monotonic()
         try:
-            if time.monotonic() >= deadline:
+            if given <= 0:
                 return None, "no time left to ask"
             self._require_there(address)
             while True:
@@ -187,7 +197,8 @@ class PeerClient:
         except _Refused as e:
             return None, str(e)
         except PeerError as e:
-            self._note_away(address, str(e))
+            if not isinstance(e, Late) or given >= LEAST_SECONDS:
+                self._note_away(address, str(e))
             return None, str(e)
         except (InputError, FormatError, ValueError) as e:
             return None, f"the answer is none: {e}"
@@ -205,6 +216,8 @@ class PeerClient:
         try:
             try:
                 head = connection.request(method, path, headers, body, deadline)
+            except Late:
+                raise
             except PeerError as e:
                 raise _Gone(str(e)) from None
             answer = _Answer(self._secret, nonce, head)
@@ -230,10 +243,11 @@ class PeerClient:
             self._begin()
 
     def _connection(self, address: str, deadline: float) -> Connection:
+        self._tidy()
         with self._lock:
             kept = self._idle.get(address)
             if kept:
-                return kept.pop()
+                return kept.pop()[0]
         host, port = wire.split_address(address)
         return Connection(host, port, deadline)
 
@@ -242,9 +256,27 @@ class PeerClient:
             with self._lock:
                 kept = self._idle.setdefault(connection.address, [])
                 if len(kept) < KEPT:
-                    kept.append(connection)
+                    kept.append((connection, time.monotonic()))
                     return
         connection.close()
+
+    def _tidy(self) -> None:
+        """Leaves connections that were kept for long enough, and forgets who was away."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._tidied < _TIDY_SECONDS:
+                return
+            self._tidied, idle = now, self._idle
+            self._idle = {}
+            over = []
+            for address, kept in idle.items():
+                fresh = [(c, since) for c, since in kept if now - since < KEPT_SECONDS]
+                over += [c for c, since in kept if now - since >= KEPT_SECONDS]
+                if fresh:
+                    self._idle[address] = fresh
+            self._away = {a: said for a, said in self._away.items() if now < said[0]}
+        for connection in over:
+            connection.close()
 
     def _require_there(self, address: str) -> None:
         until, why = self._away.get(address, (0.0, ""))
@@ -253,10 +285,10 @@ class PeerClient:
 
     def _note_away(self, address: str, why: str) -> None:
         log.info("peer %s: %s", address, why)
-        self._away[address] = (time.monotonic() + AWAY_SECONDS, why)
         with self._lock:
+            self._away[address] = (time.monotonic() + AWAY_SECONDS, why)
             idle = self._idle.pop(address, [])
-        for connection in idle:
+        for connection, _ in idle:
             connection.close()
 
     def _note_instance(self, address: str, answer: _Answer) -> None:
@@ -264,8 +296,10 @@ class PeerClient:
         if not answer.genuine:
             return
         with self._lock:
-            before = self._instances.get(address)
+            before = self._instances.pop(address, None)
             self._instances[address] = answer.instance
+            while len(self._instances) > MOST_PEERS:  # the one asked least lately
+                del self._instances[next(iter(self._instances))]
         if before not in (None, answer.instance):
             log.info("peer %s was started anew", address)
             self._on_restart(address)

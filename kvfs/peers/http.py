@@ -30,6 +30,10 @@ class PeerError(Exception):
     """An answer that is none, or none in time; says why. Never leaves kvfs.peers.client."""
 
 
+class Late(PeerError):
+    """The time was over before there was an answer."""
+
+
 class Head(NamedTuple):
     """The first part of an answer. headers: lower-case names."""
 
@@ -52,7 +56,7 @@ class Connection:
             self._socket = socket.create_connection((host, port), _left(deadline))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as e:
-            raise PeerError(f"no connection: {_words(e)}") from None
+            raise _failed("no connection", e) from None
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
@@ -76,7 +80,7 @@ class Connection:
         except OSError as e:
             # It may have been refused before all of it was read: the answer says why.
             if not isinstance(e, BrokenPipeError | ConnectionResetError):
-                raise PeerError(f"could not ask: {_words(e)}") from None
+                raise _failed("could not ask", e) from None
         return self._head(deadline)
 
     def read(self, into: memoryview, deadline: float, seen: Callable[[memoryview], object]) -> None:
@@ -128,7 +132,7 @@ class Connection:
                 pass
             return self._some(self._socket.recv_into(into, 0, socket.MSG_DONTWAIT))
         except OSError as e:
-            raise PeerError(f"no answer: {_words(e)}") from None
+            raise _failed("no answer", e) from None
 
     def _some(self, n: int) -> int:
         if not n:
@@ -160,7 +164,7 @@ def parse_head(data: bytes) -> Head:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise PeerError("not in time")
+        raise Late("not in time")
     return left
 
 
@@ -170,7 +174,7 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", whole, part)
 
 
-def _words(error: OSError) -> str:
+def _failed(what: str, error: OSError) -> PeerError:
     if isinstance(error, TimeoutError):
-        return "not in time"
-    return error.strerror or str(error)
+        return Late(f"{what}: not in time")
+    return PeerError(f"{what}: {error.strerror or error}")

@@ -10,6 +10,7 @@ import http.client
 import os
 import re
 import secrets
+import select
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ import pytest
 
 from kvfs.errors import ConfigError, InputError
 from kvfs.peers import auth, wire
+from kvfs.peers import client as peer_client
 from kvfs.peers import http as peer_http
 from kvfs.peers import server as peer_server
 from kvfs.peers.auth import ReplayWindow, Secret
@@ -94,6 +96,39 @@ def test_a_connection_is_kept(server: SlotServer, client: PeerClient) -> None:
         for number in (1, 2, 7, 1):
             pull(client, server.address, number)
     assert len(made) == 1
+
+
+def test_connections_are_not_kept_for_longer_than_the_peer_keeps_them(
+    slots: Path, client: PeerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything of hosts that left."""
+    monkeypatch.setattr(peer_client, "_TIDY_SECONDS", 0.0)
+    monkeypatch.setattr(peer_client, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(peer_client, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(peer_client, "MOST_PEERS", 2)
+    before, kept = sockets(), []
+    for _ in range(3):
+        with serving(slots) as server:
+            assert isinstance(pull(client, server.address), Slot)
+            kept.append(len(client._idle))
+    assert kept == [1, 1, 1] and len(client._instances) == 2
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        pull(client, "{}:{}".format(*silent.getsockname()), seconds=0.1)
+    assert sockets() == before and not client._idle
+    assert len(client._away) == 1
+    client._tidy()
+    assert not client._away
+
+
+def test_who_gives_no_time_blames_nobody(client: PeerClient) -> None:
+    """One who asks in the last moment does not keep the others from asking."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        for _ in range(2):
+            said = str(pull(client, address, seconds=peer_client.LEAST_SECONDS / 2))
+            assert "away" not in said and "time" in said
+        pull(client, address, seconds=0.1)
+        assert "away a moment ago" in str(pull(client, address))
 
 
 def test_a_hint_is_right_or_plainly_stale(
@@ -479,6 +514,35 @@ def test_a_thousand_idle_connections(slots: Path, client: PeerClient) -> None:
             with suppress(ConnectionResetError):
                 while connection.recv(4096):  # until it is closed, or raises a timeout
                     pass
+
+
+def test_more_connections_than_there_may_be(slots: Path, client: PeerClient) -> None:
+    """The one that is idle for longest makes room, and nobody who waits for an answer does."""
+    with serving(slots, most=3, turns=1) as server, ExitStack() as stack:
+        idle = []
+        for _ in range(3):
+            connection = stack.enter_context(attack(server, ATTACKS["no MAC"]))
+            connection.settimeout(SECONDS)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 401 and answer.read()
+            idle.append(connection)
+        assert isinstance(pull(client, server.address), Slot)
+        assert idle[0].recv(1) == b""
+        assert select.select(idle[1:], [], [], 0)[0] == []
+    with serving(slots, most=1, body_seconds=SECONDS) as server, pool_of(slots, []) as pool:
+        slot = pool.read(anchor(1))
+        assert slot is not None
+        head = signed(server, "PUT", 1, slot) + f"Content-Length: {len(slot.data)}\r\n\r\n"
+        with attack(server, head.encode()) as asking:
+            while not server.app.busy:
+                time.sleep(0.001)
+            with attack(server, b"") as refused:
+                refused.settimeout(SECONDS)
+                assert refused.recv(1) == b""
+            asking.sendall(slot.data)
+            asking.settimeout(SECONDS)
+            assert asking.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_that_does_not_come(slots: Path, client: PeerClient, tmp_path: Path) -> None:
