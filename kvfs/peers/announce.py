@@ -74,8 +74,8 @@ class Announcer(Periodic):
         if not self._attached or now - self._attached >= ATTACH_SECONDS:
             self._attached = now
             self._pools.attach_all()
-        pools = self._pools.look()
-        return sum(self._tell(pool, now) for pool in pools)
+        with self._pools.look() as pools:
+            return sum(self._tell(pool, now) for pool in pools)
 
     def _erase(self, pool: SlotPool, told: _Told) -> None:
         """Empties the slots whose blocks were removed since they were stored."""
@@ -111,6 +111,5 @@ class Announcer(Periodic):
         told.changes, told.slots = changes, held
         if all_of_it:
             told.due = now + REFRESH_SECONDS
-        if changes:
-            self._pools.get(pool.identity.nsid)  # it is in use
+        self._pools.get(pool.identity.nsid)  # it is in use
         return len(news)

@@ -8,9 +8,10 @@ Threads: all methods, from any.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvfs.errors import KvfsError
@@ -37,6 +38,7 @@ class Pools:
         self._lock = threading.Lock()
         self._known: dict[bytes, Identity] = {}
         self._open: dict[bytes, tuple[SlotPool, float]] = {}
+        self._lookers = 0
 
     def get(self, nsid: bytes) -> SlotPool | None:
         """The pool of a namespace; None if there is none on this host, or no such namespace."""
@@ -47,10 +49,18 @@ class Pools:
                 self._open[nsid] = pool, time.monotonic()
             return pool
 
-    def look(self) -> list[SlotPool]:
-        """The pools that are open, which is no use of them."""
+    @contextlib.contextmanager
+    def look(self) -> Iterator[list[SlotPool]]:
+        """The pools that are open, and stay so as long as the block lasts. It is no use of them:
+        who looks all the time keeps none open."""
         with self._lock:
-            return [pool for pool, _ in self._open.values()]
+            self._lookers += 1
+            pools = [pool for pool, _ in self._open.values()]
+        try:
+            yield pools
+        finally:
+            with self._lock:
+                self._lookers -= 1
 
     def attach_all(self) -> None:
         """Opens the pools that are there and not open, for a moment if nobody asks for them."""
@@ -63,9 +73,11 @@ class Pools:
                     self._open[nsid] = pool, moment
 
     def let_go(self) -> None:
-        """Leaves the pools that nobody asked for in a while."""
+        """Leaves the pools that nobody asked for in a while, unless somebody looks at them."""
         over = time.monotonic() - self._idle
         with self._lock:
+            if self._lookers:
+                return
             for nsid in [n for n, (_, asked) in self._open.items() if asked < over]:
                 self._open.pop(nsid)[0].close()
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from kvfs.peers import announce
 from kvfs.peers.load import load_state
+from kvfs.peers.pools import Pools
 from kvfs.state.slot import Anchor
-from kvfs.testing.peers import L1, Host, prompt
+from kvfs.testing.peers import L1, SWA, Host, pool_of, prompt
 
 
 def test_here(host: Callable[..., Host]) -> None:
@@ -179,3 +181,17 @@ def test_pools_that_come_later_are_told(
     a.put(prompt(1), L1)
     a.tell()
     assert b.load(prompt(1)).source == a.service.address
+
+
+def test_a_pool_that_is_looked_at_is_not_let_go(tmp_path: Path) -> None:
+    with (
+        pool_of(tmp_path, [1], identity=SWA),
+        Pools(lambda: [SWA], str(tmp_path), idle=0.0) as pools,
+    ):
+        assert pools.get(SWA.nsid) is not None
+        with pools.look() as (pool,):
+            pools.let_go()
+            assert len(pool.metas()) == 1
+        pools.let_go()
+        with pools.look() as found:
+            assert found == []
