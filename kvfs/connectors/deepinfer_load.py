@@ -79,19 +79,31 @@ class Loader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfs-state")
 
     def hold(self, seq: Any, account: Account, plan: Plan, hasher: PrefixHasher) -> None:
-        """Begins to bring what is stored of a request that is not queued yet."""
-        limits = self._limits
-        ticket = self._fetcher.fetch(self.ns, plan, hasher, deadline=limits.fetch_seconds)
-        state = None
+        """Begins to bring what is stored of a request that is not queued yet. One of which nothing
+        can be brought, because there is no thread for it, is queued."""
+        ticket = None
+        try:
+            ticket = self._fetcher.fetch(self.ns, plan, hasher, deadline=self._limits.fetch_seconds)
+            self.held.append(self._held(seq, account, plan, hasher, ticket))
+        except Exception as e:
+            self._failed(seq, e)
+            if ticket is not None:
+                ticket.release()
+            self._scheduler.add_sequence(seq)
+
+    def _held(
+        self, seq: Any, account: Account, plan: Plan, hasher: PrefixHasher, ticket: Any
+    ) -> Held:
+        limits, state = self._limits, None
         if self.memory.ring is not None:
             prefix = self.ns.hasher(hasher.buffer)  # of its own: a hasher belongs to one thread
             state = self._thread.submit(
                 load_state, self.store, self.ns, plan, prefix, limits.state_seconds,
                 pool=self._pool, client=self._client,
             )  # fmt: skip
-        until = time.monotonic() + limits.fetch_seconds
-        self.held.append(Held(seq, account, plan, ticket, state, until))
         self.store.note_hit(self.ns, plan, hasher)
+        until = time.monotonic() + limits.fetch_seconds
+        return Held(seq, account, plan, ticket, state, until)
 
     def poll(self) -> None:
         """Moves every request on as far as it can without waiting."""
@@ -156,13 +168,19 @@ class Loader:
         try:
             return self._step(held)
         except Exception as e:  # of the engine or ours: the request is computed
-            log.warning("%s: no hit: %s", held.seq.request_id, e, exc_info=True)
-            self._counts["loads_failed"] += 1
+            self._failed(held.seq, e)
+        try:
             if held.swap is not None:
                 held.swap.abort()
             held.ticket.release()
             self._queue(held)
-            return True
+        except Exception:  # of an engine that takes nothing: the others go on
+            log.exception("%s: not queued", held.seq.request_id)
+        return True
+
+    def _failed(self, seq: Any, error: Exception) -> None:
+        log.warning("%s: no hit: %s", seq.request_id, error, exc_info=True)
+        self._counts["loads_failed"] += 1
 
     def _step(self, held: Held) -> bool:
         if held.swap is None and not self._begin(held):

@@ -380,6 +380,53 @@ def test_an_engine_that_takes_no_state_computes(place: Place) -> None:
     assert seq.cached_hit_tokens == 0 and engine.quiet
 
 
+@pytest.mark.expect_logs(r"kvfs\.connectors\.deepinfer_load WARNING: two: no hit")
+def test_a_request_is_computed_where_there_is_no_thread_for_its_load(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = place.start(), some(Random(6), 700)
+    engine.ask("one", tokens)
+    engine.run()
+    tickets, fetch = [], engine.kvfs.loader._fetcher.fetch
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        tickets.append(fetch(*args, **kwargs))
+        return tickets[-1]
+
+    monkeypatch.setattr(engine.kvfs.loader._fetcher, "fetch", note)
+    monkeypatch.setattr(engine.kvfs.loader._thread, "submit", refuse)
+    seq = engine.ask("two", tokens)
+    assert list(engine.scheduler.waiting) == [seq] and not engine.kvfs.loader.held
+    assert [ticket.held for ticket in tickets] == [False]
+    engine.run()
+    assert seq.cached_hit_tokens == 0 and engine.quiet
+    assert engine.kvfs.counts["loads_failed"] == 1
+
+
+@pytest.mark.expect_logs(r"kvfs\.connectors\.deepinfer_load (WARNING: one: no hit|ERROR: one: not)")
+def test_a_request_the_engine_does_not_take_stops_no_other(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = place.start(), some(Random(6), 700)
+    engine.ask("stored", tokens)
+    engine.run()
+    add = engine.scheduler.add_sequence
+
+    def refuse(seq: Any) -> None:
+        if seq.request_id == "one":
+            raise AssertionError("of no use")
+        add(seq)
+
+    monkeypatch.setattr(engine.scheduler, "add_sequence", refuse)
+    engine.ask("one", tokens)
+    two = engine.ask("two", tokens)
+    engine.run()
+    assert two.cached_hit_tokens and engine.ended["two"] is fake.Status.FINISHED_STOPPED
+
+
 def test_pictures_are_neither_stored_nor_hit(place: Place) -> None:
     """Their tokens do not say which picture it is."""
     engine, tokens = place.start(), some(Random(7), 700)
