@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfs import forking
-from kvfs.errors import InputError
+from kvfs.errors import IndexFault, InputError
 from kvfs.index import Index
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from kvfs.index.apply import Applier
 
 _NAMESPACE_LIMIT = 64 << 20
+HANDLES = 1024
+"""Namespaces that are kept ready though nobody may hold them: there is one for each salt."""
 DEFAULT_CLASS = "chatbot"
 """TTL class of puts that name none, where the store has it; else that which keeps longest."""
 
@@ -46,7 +49,11 @@ class Catalog:
         self.index = index
         self._lock = threading.Lock()
         forking.register(self)
-        self._namespaces: dict[bytes, Namespace] = {}
+        self._recent: dict[bytes, Namespace] = {}
+        """By id, the one asked for last behind the others."""
+        self._held: weakref.WeakSet[Namespace] = weakref.WeakSet()
+        """All that anybody holds."""
+        index.on_revival.append(self._renumber)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
@@ -65,18 +72,34 @@ class Catalog:
 
     def known(self, identity: Identity) -> bool:
         """It is there, and not removed."""
-        found = self.index.namespaces().get(identity.nsid)
-        return found is not None and found[0] not in self.index.hidden_namespaces()
+        found = self.index.namespace(identity.nsid)
+        return found is not None and found.listed
 
     def get(self, identity: Identity, default_class: str | None = None) -> Namespace:
-        """The namespace of an identity that is known. default_class: see Store.create_namespace."""
+        """The namespace of an identity that is known. default_class: see Store.create_namespace.
+
+        Raises IndexFault if the index does not know it.
+        """
         with self._lock:
-            ns = self._namespaces.get(identity.nsid)
+            ns = self._recent.pop(identity.nsid, None)
             if ns is None or (default_class and default_class != ns.default_class):
-                number = self.index.namespaces()[identity.nsid][0]
-                ns = Namespace(identity, number, default_class or self._default_class())
-                self._namespaces[identity.nsid] = ns
+                found = self.index.namespace(identity.nsid)
+                if found is None:
+                    raise IndexFault(f"{self.index.path}: namespace {identity.name} is not in it")
+                ns = Namespace(identity, found.number, default_class or self._default_class())
+                self._held.add(ns)
+            self._recent[identity.nsid] = ns
+            if len(self._recent) > HANDLES:
+                del self._recent[next(iter(self._recent))]
             return ns
+
+    def _renumber(self) -> None:
+        """Another process may have numbered the namespaces of an index that was made anew."""
+        with self._lock:
+            for ns in self._held:
+                found = self.index.namespace(ns.nsid)
+                if found is not None:
+                    ns.number = found.number
 
     def _default_class(self) -> str:
         classes = self.classes()

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """One identity in one store. Immutable; safe to share between threads."""
+    """One identity in one store. Safe to share between threads; only its number ever changes, with
+    an index that was made anew (kvfs.catalog)."""
 
     __slots__ = (
-        "_shape", "_start", "block_tokens", "default_class", "identity", "keyed", "name", "nsid",
-        "number", "root", "row_bytes",
+        "__weakref__", "_shape", "_start", "block_tokens", "default_class", "identity", "keyed",
+        "name", "nsid", "number", "root", "row_bytes",
     )  # fmt: skip
 
     def __init__(self, identity: Identity, number: int, default_class: str) -> None:

@@ -69,6 +69,8 @@ from kvfs.index.slots import apply_slot, apply_slot_gone
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
 _WHOLE_SEGMENT = 0xFFFFFFFF
+_BY_ID = 1 << 31
+"""In numbers of namespaces that were made of their ids; those without it were counted."""
 CLOCKS_MS = 60_000
 """Clocks of hosts are taken to differ by less."""
 NEWEST = "newest_ms"
@@ -128,11 +130,20 @@ class Applier:
 
     def apply_namespace(self, entry: NamespaceEntry) -> None:
         if self.txn.get(NS + entry.nsid) is None:
-            number = self._next("last_ns")
+            number = self._number_for(entry.nsid)
             self.txn.put(NS + entry.nsid, U32.pack(number) + entry.json.encode())
             if keyed.is_keyed(entry.json):
                 self.add_meta(f"{KEYED}{number}", 1)
             self.count("namespaces")
+
+    def _number_for(self, nsid: bytes) -> int:
+        """A free number for a namespace: whoever makes the index anew gives nearly all of them the
+        same ones, in whatever order they come in."""
+        number = PREFIX.unpack_from(nsid)[0] | _BY_ID
+        alike = (NS + PREFIX.pack(n) for n in (number, number ^ _BY_ID))
+        if all(next(scan(self.txn, prefix), None) is None for prefix in alike):
+            return int(number)
+        return self._next("last_ns")
 
     def keyed(self, ns: int) -> bool:
         """Says whether a namespace's blocks are found by keys of their engine, each by itself."""

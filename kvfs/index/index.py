@@ -25,7 +25,6 @@ from kvfs.index.schema import (
     FORMAT,
     JOURNAL,
     JOURNALS,
-    KEYED,
     META,
     NS,
     PREFIX,
@@ -67,6 +66,15 @@ class JournalState(NamedTuple):
     """0: more may come; ENDED: it is sealed, a next one follows; LAST: its writer is gone."""
 
 
+class Known(NamedTuple):
+    """A namespace as the index has it."""
+
+    number: int
+    """In this index."""
+    listed: bool
+    """False: it was removed, and holds nothing that was stored since."""
+
+
 class Index:
     """The index in one directory, opened for this process."""
 
@@ -81,6 +89,8 @@ class Index:
         self._lock = threading.Lock()
         self._closed = False
         self._look_due = monotonic() + _LOOK_SECONDS
+        self.on_revival: list[Callable[[], None]] = []
+        """Called when the index was begun anew: the numbers in it may be others."""
         self._connect()
         forking.register(self)
 
@@ -134,20 +144,24 @@ class Index:
     def revive(self) -> bool:
         """Begins a new index if somebody has deleted the files of this one; says whether.
 
-        Namespaces and classes, and their numbers, are taken along: callers hold on to them. Raises
-        IndexFault.
+        Namespaces and classes are taken along, and their numbers unless another process was faster.
+        Raises IndexFault.
         """
         if not self.env().deleted():
             return False
+        from kvfs.index.kept import take_along, what_others_hold
+
         with self._lock:
             old, guard = self._env, self._guard
             if self._closed or not old.deleted():
                 return False
-            kept = _what_others_hold(old)
+            kept = what_others_hold(old)
             retire(old)
             self._connect()
             guard.leave(stamp=False)
-        self.write(lambda a: _take_along(a, kept))
+        self.write(lambda a: take_along(a, kept))
+        for renumber in self.on_revival:
+            renumber()
         return True
 
     def _look_at_files(self) -> None:
@@ -213,13 +227,22 @@ class Index:
         """namespace id -> (number in this index, identity as JSON)."""
         return {k: (U32.unpack_from(v)[0], v[4:].decode()) for k, v in self._scan(NS)}
 
+    def namespace(self, nsid: bytes) -> Known | None:
+        """What the index knows of one namespace: two gets, however many there are."""
+        with self.env().read() as txn:
+            row = txn.get(NS + nsid)
+            if row is None:
+                return None
+            number = int(U32.unpack_from(row)[0])
+            mark = txn.get(META + f"{UNLISTED}{number}".encode())
+            return Known(number, mark is None or not _hides(txn, number, mark))
+
     def hidden_namespaces(self) -> set[int]:
         """Numbers of the namespaces that were removed and hold nothing that was stored since."""
         prefix = META + UNLISTED.encode()
         with self.env().read() as txn:
-            rows = scan(txn, prefix)
-            marked = {int(bytes(k[len(prefix) :])) for k, v in rows if U64.unpack(v)[0] & 1}
-            return {n for n in marked if next(scan(txn, run_key(n, b"")), None) is None}
+            marks = ((int(bytes(key[len(prefix) :])), mark) for key, mark in scan(txn, prefix))
+            return {number for number, mark in marks if _hides(txn, number, mark)}
 
     def classes(self) -> dict[str, int]:
         """TTL class -> seconds."""
@@ -359,19 +382,9 @@ class Index:
                 raise IndexFault(f"{self.path}: counters: {e.strerror}") from e
 
 
-def _what_others_hold(env: Env) -> list[tuple[bytes, bytes]]:
-    with env.read() as txn:
-        rows = [(bytes(k), bytes(v)) for table in (NS, CLASSES) for k, v in scan(txn, table)]
-        for name in (b"last_", KEYED.encode()):
-            rows += ((bytes(k), bytes(v)) for k, v in scan(txn, META + name))
-    return rows
-
-
-def _take_along(applier: Applier, rows: list[tuple[bytes, bytes]]) -> None:
-    """Unless another process has been faster, and numbered what it found anew."""
-    if not any(True for _ in scan(applier.txn, NS)):
-        for key, value in rows:
-            applier.txn.put(key, value)
+def _hides(txn: Any, ns: int, mark: Any) -> bool:
+    """A namespace is off the list, and nothing was stored in it since."""
+    return bool(U64.unpack(mark)[0] & 1) and next(scan(txn, run_key(ns, b"")), None) is None
 
 
 def _journal_state(key: bytes, value: bytes) -> JournalState:

@@ -4,7 +4,8 @@ The index is a cache derived from the journals: it may be thrown away at any tim
 in LMDB's main database, told apart by the first byte of the key: named databases would have to be
 opened in a write transaction, and a reader must not wait for a writer. Numbers in keys are
 big-endian so that they sort; in values little-endian. `ns` is a u32 the index gives to each
-namespace, `seg` a u32 it gives to each segment; neither leaves this index.
+namespace: the first four bytes of its id with the top bit set, or, if another one has that, a count
+from 1; `seg` a u32 it gives to each segment. Neither leaves this index.
 
   table     byte  key behind it           value
   meta      m     name                    "format", "store": bytes; others are counters: u64

@@ -19,12 +19,15 @@ from pathlib import Path
 
 import pytest
 
+from kvfs import catalog
 from kvfs.errors import KvfsError
-from kvfs.frames import RunEntry, SegmentEntry
+from kvfs.frames import NamespaceEntry, RunEntry, SegmentEntry
+from kvfs.index import Index, guard
 from kvfs.index import env as env_module
-from kvfs.index import guard
+from kvfs.index.apply import Applier
 from kvfs.store import Store
 from kvfs.testing import children
+from kvfs.testing.blocks import small_identity
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.stock import Stock, tokens
 
@@ -90,6 +93,79 @@ def test_closing_twice_and_using_what_is_closed(stock: Stock) -> None:
     other.store.close()
     other.store.close()
     assert stock.put(PROMPTS[0]).complete
+
+
+# namespaces: many of them, and in an index that others make anew
+
+
+def test_a_namespace_is_found_without_a_look_at_the_others(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, unknown = small_identity(model="other"), small_identity(model="unknown")
+    stock.store.create_namespace(other)
+    stock.store.remove_all(stock.store.namespace(other.name), whole=True)
+
+    def all_rows(*_: object) -> None:
+        raise AssertionError("reads a whole table")
+
+    monkeypatch.setattr(Index, "_scan", all_rows)
+    known = stock.store.catalog.known
+    assert [known(i) for i in (stock.ns.identity, other, unknown)] == [True, False, False]
+
+
+def test_handles_are_kept_for_some_namespaces_and_work_for_all(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "HANDLES", 3)
+    identities = [small_identity(model=f"m{n}") for n in range(10)]
+    held = [stock.store.create_namespace(identity) for identity in identities]
+    assert stock.store.create_namespace(identities[9]) is held[9]
+    assert len(stock.store.catalog._recent) == 3
+    for ns, seed in zip(held, range(10), strict=True):
+        mine = Stock(stock.store, ns, stock.clock)
+        assert mine.put(tokens(seed, 8)).complete and mine.good(tokens(seed, 8)) == 2
+
+
+def test_numbers_do_not_depend_on_the_order(stock: Stock, place: Path) -> None:
+    ids = [b"\x01" * 16, b"\x02" * 16, b"\x81" + b"\x01" * 15, b"\x01" * 15 + b"\x03"]
+    found = []
+    for n, order in enumerate((ids, ids[::-1])):
+        index = Index(str(place / f"own{n}"), bytes(16))
+        for nsid in order:
+            index.write(lambda a, nsid=nsid: a.apply(NamespaceEntry(nsid, "{}")))  # type: ignore[misc]
+        found.append({nsid: known.number for nsid in ids if (known := index.namespace(nsid))})
+        index.close()
+    assert all(
+        len(set(numbers.values())) == len(ids) and all(numbers.values()) for numbers in found
+    )
+    assert found[0][ids[1]] == found[1][ids[1]]  # the others have one beginning: first come
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_an_index_that_another_process_made_anew(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """It has met the namespaces in another order; counted: ids that are too much alike."""
+    if counted:
+        monkeypatch.setattr(Applier, "_number_for", lambda a, nsid: a._next("last_ns"))
+    names = [stock.ns.name, *(f"m{n}" for n in range(9, 0, -1))]
+    held = [stock.ns, *(stock.store.create_namespace(small_identity(model=m)) for m in names[1:])]
+    hosts = [Stock(stock.store, ns, stock.clock) for ns in held]
+    assert stock.put(PROMPTS[3]).complete
+    assert stock.store.index.revive() is False
+    shutil.rmtree(stock.store.index.path)
+
+    def anew() -> None:
+        Store.open(stock.store.path, index=os.path.dirname(stock.store.index.path)).close()
+
+    for _ in range(2):  # the first one enters, leaves and is found by those that stay
+        assert children.run(anew) == 0
+    assert stock.store.index.revive() is True
+    stock.store.catch_up()
+    for host in hosts:
+        assert host.put(PROMPTS[5]).complete and host.good(PROMPTS[5]) == 6
+    assert stock.good(PROMPTS[3]) == 4
+    assert index_faults(stock.store.index) == []
 
 
 # fork
