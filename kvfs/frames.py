@@ -275,6 +275,12 @@ def _take_string(body: memoryview, at: int) -> tuple[str, int]:
     return bytes(body[at : at + n]).decode(), at + n
 
 
+def shortened(heads: bytes, most: int = MAX_PATH_HEADS) -> bytes:
+    """Of path heads the first and the nearest, `most` together."""
+    limit = most * HASH_BYTES
+    return heads if len(heads) <= limit else heads[:HASH_BYTES] + heads[HASH_BYTES - limit :]
+
+
 def encode(entry: Entry, seed: int, offset: int) -> bytes:
     """Returns the frame of an entry that will stand at `offset` of a file with this seed."""
     body = entry.body()

@@ -22,6 +22,7 @@ JournalWriter.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class JournalWriter:
     """Appends entries to one journal file. An I/O error leaves `end` at the last good frame."""
 
     def __init__(self, backend: Backend, writer: str, header: Header) -> None:
-        """Creates the file. Raises OSError; then nothing is left behind."""
+        """Creates the file. Raises OSError; then nothing is left behind, if the storage lets it."""
         self.backend = backend
         self.number = header.number
         self.path = journal_path(writer, header.number)
@@ -103,8 +104,10 @@ class JournalWriter:
         try:
             write_all(backend, self.file, [header.encode()], 0)
         except OSError:
-            backend.close(self.file)
-            backend.unlink(self.path)
+            with contextlib.suppress(OSError):
+                backend.close(self.file)
+            with contextlib.suppress(OSError):
+                backend.unlink(self.path)
             raise
         self.end = HEADER_BYTES
 

@@ -14,13 +14,20 @@ from dataclasses import dataclass
 
 from kvfs.backend import Backend
 from kvfs.config import StoreConfig, check_alive
-from kvfs.errors import KvfsError
+from kvfs.errors import IndexFault, KvfsError
 from kvfs.follow.follower import Follower
 from kvfs.frames import Entry, MoveEntry, RunEntry, SealEntry
 from kvfs.index import Index, OutOfStep, apply_journal
 from kvfs.index.apply import Applier
 from kvfs.index.index import add_counters
-from kvfs.journal import HEADER_BYTES, IDLE_SECONDS, ROLL_BYTES, Header, JournalWriter
+from kvfs.journal import (
+    HEADER_BYTES,
+    IDLE_SECONDS,
+    ROLL_BYTES,
+    Header,
+    JournalWriter,
+    journal_path,
+)
 from kvfs.segment_writer import OpenSegment, Written
 
 
@@ -96,16 +103,23 @@ class Publisher:
                     for segment in segments.values():
                         self.backend.sync(segment.file)
                 self._current_journal()  # a full one is ended by a transaction of its own
-                entries = self._publish_checked(work)
-            except OutOfStep:
-                self._follow_own()
-                entries = self._publish_checked(work)
+                entries = self._publish_in_step(work)
             except OSError as e:
                 for segment in segments.values():
                     segment.poisoned = True
                 raise self.failed(e) from e
         self._note_published(segments.values(), entries)
         return entries
+
+    def _publish_in_step(self, decide: Callable[[Applier], list[Entry]]) -> list[Entry]:
+        try:
+            return self._publish_checked(decide)
+        except OutOfStep:
+            self._follow_own()
+        try:
+            return self._publish_checked(decide)
+        except OutOfStep as e:
+            raise IndexFault(f"{self.index.path}: {e}") from e
 
     @staticmethod
     def _note_published(segments: Iterable[OpenSegment], entries: list[Entry]) -> None:
@@ -213,17 +227,30 @@ class Publisher:
         fetch will then miss.
         """
         self._journal = None
-        with contextlib.suppress(OSError):
-            if end == HEADER_BYTES:
-                # It was never made durable: should the machine go down it may be gone, and behind
-                # a missing number nobody reads on.
-                self.backend.unlink(journal.path)
-                self._next = journal.number
-            else:
-                self._before = end
+        if end == HEADER_BYTES:
+            self._take_back(journal)
+        else:
+            self._before = end
+            with contextlib.suppress(OSError):
                 self.backend.truncate(journal.file, end)
         with contextlib.suppress(OSError):
             journal.close()
+
+    def _take_back(self, journal: JournalWriter) -> None:
+        """Removes a journal in which nothing was published, and gives its number to the next.
+
+        It was never made durable: should the machine go down it may be gone, and behind a missing
+        number nobody reads on. Where it cannot be removed it becomes an empty one, durable if
+        possible, behind which readers go on.
+        """
+        try:
+            self.backend.unlink(journal.path)
+        except OSError:
+            self._before = HEADER_BYTES
+            with contextlib.suppress(OSError):
+                journal.sync()
+        else:
+            self._next = journal.number
 
     def _current_journal(self) -> JournalWriter:
         idle = _now() - self._used > IDLE_SECONDS
@@ -231,11 +258,20 @@ class Publisher:
             self._end_journal(last=False)
         if self._journal is None:
             check_alive(self.backend, self.config.uuid)  # the mount may have gone since
-            header = Header(self.id, self._next, self._before, self.config.uuid, self.now_ms())
-            self._journal = JournalWriter(self.backend, self.name, header)
+            self._journal = self._make_journal()
             self._next += 1  # only now: readers stop at a number that is missing
         self._used = _now()
         return self._journal
+
+    def _make_journal(self) -> JournalWriter:
+        header = Header(self.id, self._next, self._before, self.config.uuid, self.now_ms())
+        try:
+            return JournalWriter(self.backend, self.name, header)
+        except FileExistsError:
+            # Left by a try that failed in its header and could not be taken back: readers do not
+            # go beyond such a file, and nothing was ever published in it.
+            self.backend.unlink(journal_path(self.name, self._next))
+            return JournalWriter(self.backend, self.name, header)
 
     def _apply(
         self, journal: JournalWriter, start: int, entries: list[tuple[Entry | None, int]],
@@ -253,19 +289,23 @@ class Publisher:
 
     def _follow_own(self) -> None:
         """Another process of this host read part of our journal, or the index was made anew."""
-        Follower(self.backend, self.index, self.config.uuid).catch_up([self.name])
+        try:
+            Follower(self.backend, self.index, self.config.uuid).catch_up([self.name])
+        except OSError as e:
+            raise self.failed(e) from e
 
     def _end_journal(self, *, last: bool) -> None:
         journal, self._journal = self._journal, None
         if journal is None:
             return
+        self._before = journal.end  # should the seal be lost, readers go on all the same
         with contextlib.suppress(OSError, KvfsError):
             seal: list[Entry] = [SealEntry(self.now_ms(), last)]
             start, ends = journal.append(seal)
             if self.config.durability != "none":
                 journal.sync()
+            self._before = journal.end
             self._apply(journal, start, [(seal[0], ends[0])], {})
-        self._before = journal.end
         with contextlib.suppress(OSError):
             journal.close()
 

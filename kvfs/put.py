@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from kvfs.catalog import TtlClass
 from kvfs.chain import HASH_BYTES
 from kvfs.chain_entries import KeepEntry
-from kvfs.errors import BusyError, InputError, KvfsError
-from kvfs.frames import MAX_PATH_HEADS, Entry, RunEntry
+from kvfs.errors import BusyError, IndexFault, InputError, KvfsError
+from kvfs.frames import Entry, RunEntry, shortened
 from kvfs.index import Index
 from kvfs.index.lookup import Match
 from kvfs.index.told import latest
@@ -95,16 +96,21 @@ class Putter:
         self, ns: Namespace, hasher: Chain, payloads: Sequence[memoryview],
         first_block: int, ttl: TtlClass,
     ) -> PutResult:  # fmt: skip
-        stored, error = 0, None
+        stored = 0
+        error: KvfsError | None = None
         existing: int | None = None
         for _ in range(_TRIES):
-            with self._turn(ns, hasher) as (found, now):
-                if existing is None:
-                    existing = sum(m.shared for m in found)
-                renewals = self._renewals(ns, hasher, found, ttl, now)
-                new, error = self._store(
-                    ns, hasher, payloads, first_block, ttl, found, renewals, now
-                )
+            try:
+                with self._turn(ns, hasher) as (found, now):
+                    if existing is None:
+                        existing = sum(m.shared for m in found)
+                    renewals = self._renewals(ns, hasher, found, ttl, now)
+                    new, error = self._store(
+                        ns, hasher, payloads, first_block, ttl, found, renewals, now
+                    )
+            except IndexFault as e:
+                error = e
+                break
             stored += new
             # A collector may have dropped what we were about to renew: then look again.
             if error is not None or not renewals:
@@ -187,14 +193,13 @@ class Putter:
         due = [(i, m) for i, m in enumerate(found) if expires - m.expires_ms > margin]
         if not due:
             return []
-        when = heard_ms(self.index, self.writer.now_ms())
+        when, paths = heard_ms(self.index, self.writer.now_ms()), _paths(hasher, found)
         out: list[Entry] = []
         for i, match in due:
             longer = ttl.seconds > self.class_seconds.get(match.class_id, 0)
             first, end = match.block, match.block + match.shared
             entry = KeepEntry(
-                ns.nsid, expires, when, first, ttl.name if longer else "", False,
-                b"" if hasher.keyed else few(_heads(hasher, found[:i])),
+                ns.nsid, expires, when, first, ttl.name if longer else "", False, paths[i],
                 hasher.hashes(end, first=first),
             )  # fmt: skip
             out.append(entry)
@@ -212,9 +217,16 @@ def _missing(found: Sequence[Match], n: int) -> list[tuple[int, int]]:
 
 
 def _heads(hasher: Chain, runs: Sequence[Match]) -> bytes:
-    """First hashes of the runs that lead to a new one: the first, and the most recent."""
-    kept = list(runs) if len(runs) <= MAX_PATH_HEADS else [runs[0], *runs[1 - MAX_PATH_HEADS :]]
-    return b"".join(hasher.digest(m.block + 1) for m in kept)
+    """First hashes of the runs that lead to a new one."""
+    return shortened(b"".join(hasher.digest(m.block + 1) for m in runs))
+
+
+def _paths(hasher: Chain, runs: Sequence[Match]) -> list[bytes]:
+    """For each of consecutive runs a few of the first hashes of those before it."""
+    if hasher.keyed:
+        return [b""] * len(runs)
+    heads = (hasher.digest(m.block + 1) for m in runs[:-1])
+    return list(accumulate(heads, lambda path, head: few(path + head), initial=b""))
 
 
 def as_payloads(blocks: Any, count: int, row_bytes: int) -> list[memoryview]:

@@ -12,27 +12,35 @@ from itertools import islice
 from kvfs.catalog import TtlClass
 from kvfs.chain import HASH_BYTES
 from kvfs.chain_entries import BLOCKS, LISTING, KeepEntry, RemoveEntry
-from kvfs.frames import CutEntry, Entry
+from kvfs.frames import CutEntry, Entry, shortened
 from kvfs.index import Index
 from kvfs.index.apply import CLOCKS_MS, NEWEST
 from kvfs.index.schema import Run
 from kvfs.namespace import Namespace
 
-_NEAREST_HEADS = 3
+_FEW = 4
 
 
 def few(heads: bytes) -> bytes:
     """The first and the nearest of path heads: enough to find a block by, where many are told."""
-    nearest = _NEAREST_HEADS * HASH_BYTES
-    return heads if len(heads) <= nearest else heads[:HASH_BYTES] + heads[-nearest:]
+    return shortened(heads, _FEW)
 
 
-def holders(runs: Iterable[Run]) -> dict[tuple[int, bytes], Run]:
-    """(namespace, hash of a block that runs follow) -> the run of them that holds it."""
+class Holders(dict[tuple[int, bytes], Run]):
+    """(namespace, hash of a block that runs follow) -> the run that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: dict[tuple[int, bytes], bytes] = {}
+        """(namespace, first hash) of a run -> its path heads, as `path_heads` has found them."""
+
+
+def holders(runs: Iterable[Run]) -> Holders:
+    """Which of these runs hold the blocks that others of them follow."""
     runs = list(runs)
     wanted = {(r.ns, r.parent) for r in runs if r.block}
     hashes = {h for _, h in wanted}
-    found = {}
+    found = Holders()
     for run in runs:
         data = run.hashes
         for at in range(0, len(data), HASH_BYTES):
@@ -41,14 +49,22 @@ def holders(runs: Iterable[Run]) -> dict[tuple[int, bytes], Run]:
     return found
 
 
-def path_heads(run: Run, known: dict[tuple[int, bytes], Run]) -> bytes:
-    """The path heads of a run, as far as they are among the `holders` known, 16 bytes each."""
-    heads: list[bytes] = []
-    at: Run | None = known.get((run.ns, run.parent))
-    while at is not None and len(heads) < run.block:
-        heads.insert(0, at.head)
-        at = known.get((at.ns, at.parent)) if at.block else None
-    return few(b"".join(heads))
+def path_heads(run: Run, known: Holders) -> bytes:
+    """The path heads of a run, as far as they are among the `holders` known, 16 bytes each.
+
+    Of a chain each run is looked at once, for all of them together.
+    """
+    way = [run]
+    while (path := known.paths.get((way[-1].ns, way[-1].head))) is None:
+        at = way[-1]
+        parent = known.get((at.ns, at.parent)) if at.block else None
+        if parent is None or parent.block >= at.block:  # only keys of an engine run in circles
+            path = known.paths[at.ns, at.head] = b""
+            break
+        way.append(parent)
+    for above, below in zip(way[:0:-1], way[-2::-1], strict=True):
+        path = known.paths[below.ns, below.head] = few(path + above.head)
+    return path
 
 
 def renewals_for(

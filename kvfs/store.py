@@ -7,6 +7,7 @@ local index (kvfs.local); everything else reads or writes the shared storage.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -26,7 +27,15 @@ from kvfs.config import (
     check_alive,
     load_config,
 )
-from kvfs.errors import BackendError, BusyError, ConfigError, FormatError, InputError, KvfsError
+from kvfs.errors import (
+    BackendError,
+    BusyError,
+    ConfigError,
+    FormatError,
+    IndexFault,
+    InputError,
+    KvfsError,
+)
 from kvfs.fetch import FetchResult, Reader
 from kvfs.follow.follower import Followed, Follower, Progress
 from kvfs.follow.history import adopt, lost, note_followed
@@ -246,15 +255,16 @@ class Store(NoticeStore):
         hasher = ns.as_hasher(tokens)
         if not 0 <= first_block <= hasher.n_blocks:
             raise InputError(f"first_block is {first_block}; the prompt has {hasher.n_blocks}")
-        ttl = self.catalog.ttl(ttl_class or ns.default_class)
         payloads = as_payloads(blocks, hasher.n_blocks - first_block, ns.row_bytes)
         try:
-            writer = self.writer()
+            ttl = self.catalog.ttl(ttl_class or ns.default_class)
+            putter = Putter(self.index, self.writer(), self.catalog.seconds_by_number())
+        except InputError:
+            raise
         except KvfsError as e:
             rest = hasher.n_tokens % ns.block_tokens
             result = PutResult(hasher.n_blocks, 0, 0, 0, rest, False, e)
         else:
-            putter = Putter(self.index, writer, self.catalog.seconds_by_number())
             result = putter.put(ns, hasher, payloads, first_block, ttl)
         if isinstance(result.error, BusyError):
             self._count("puts_dropped")
@@ -276,7 +286,9 @@ class Store(NoticeStore):
         Both only tell what belongs together: they decide nothing about what is found.
         """
         if first_block is None:
-            first_block = 0 if parent_key is None else self._behind(ns, parent_key)
+            first_block = 0
+            with contextlib.suppress(IndexFault):  # the put will say so
+                first_block = 0 if parent_key is None else self._behind(ns, parent_key)
         chain = ns.keys(keys, parent=parent_key, first_block=first_block)
         return self.put(ns, chain, blocks, ttl_class=ttl_class)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from kvfs.chain import HASH_BYTES
 from kvfs.errors import KvfsError
-from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, Source
+from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, Source, shortened
 from kvfs.gc.expiry import Expiry
 from kvfs.gc.merging import Chain, chains
 from kvfs.gc.occupancy import Occupied
@@ -42,7 +42,6 @@ from kvfs.namespace import Namespace
 from kvfs.record import Landing, RunBlocks, Trailer, check_payload, parse
 from kvfs.scan.audit import misfit
 from kvfs.scan.readahead import RecordReader
-from kvfs.scan.salvage import shortened
 from kvfs.segment_writer import Written
 from kvfs.store import Store
 from kvfs.writer import Writer

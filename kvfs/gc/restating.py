@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvfs.chain import HASH_BYTES
-from kvfs.frames import MoveEntry, RunEntry, Source
+from kvfs.frames import MoveEntry, RunEntry, Source, shortened
 from kvfs.index.apply import Applier
 from kvfs.index.placer import Placer
 from kvfs.index.schema import LIVE, Run, Segment, common
 from kvfs.index.told import was_removed
-from kvfs.scan.salvage import shortened
 
 
 def restated(

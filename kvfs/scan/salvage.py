@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from kvfs.backend import Backend
 from kvfs.chain import HASH_BYTES
 from kvfs.errors import FormatError
-from kvfs.frames import MAX_PATH_HEADS, Entry, RunEntry
+from kvfs.frames import Entry, RunEntry, shortened
 from kvfs.scan.segments import Scan, ShapeOf, scan_segment, segment_paths, segment_version
 from kvfs.segment import VERSION
 
@@ -119,11 +119,3 @@ class _Linker:
                 if run.hashes[at : at + HASH_BYTES] in self._wanted:
                     self._heads[run.hashes[at : at + HASH_BYTES]] = path
         return run
-
-
-def shortened(heads: bytes) -> bytes:
-    """The first and the most recent heads, as a put keeps them."""
-    limit = MAX_PATH_HEADS * HASH_BYTES
-    if len(heads) <= limit:
-        return heads
-    return heads[:HASH_BYTES] + heads[HASH_BYTES - limit :]

@@ -21,7 +21,10 @@ from typing import Any
 import pytest
 
 from kvfs.backend.select import open_backend
-from kvfs.errors import BackendError, KvfsError, SpaceError
+from kvfs.errors import BackendError, IndexFault, KvfsError, SpaceError
+from kvfs.frames import ClassEntry, Entry
+from kvfs.index.apply import Applier
+from kvfs.index.schema import JOURNALS, NS, scan
 from kvfs.store import Store
 from kvfs.testing.faults import Call, CutAt, Fail, FaultyBackend, Short
 from kvfs.testing.stock import Stock, tokens
@@ -175,6 +178,87 @@ def test_one_failed_journal_is_replaced(
     assert stock.good(PROMPT) == 10 and stock.good(tokens(2, 8)) == 2
     assert seen_elsewhere(stock, tmp_path) == 10
     assert stock.another(index=str(tmp_path / "third")).good(tokens(2, 8)) == 2
+
+
+@pytest.mark.parametrize("nth", [1, 2], ids=["header", "entries"])
+def test_a_journal_that_can_be_neither_written_nor_removed(
+    stock: Stock, faults: FaultyBackend, tmp_path: Path, nth: int
+) -> None:
+    """What is stored after it is seen on other hosts, and here."""
+    assert stock.put(tokens(2, 8)).complete
+    faults.on("writev", "log/*/000000.log", do=Fail(errno.EIO))
+    rule = faults.on("writev", "log/*/000001.log", nth=nth, do=Fail(errno.EIO), times=None)
+    faults.on("unlink", "log/*", do=Fail(errno.EIO), times=None)
+    assert isinstance(stock.put(PROMPT).error, BackendError) and rule.hits
+    if nth == 1:  # it is in the way for as long as it cannot be removed
+        assert isinstance(stock.put(PROMPT).error, BackendError)
+    faults.clear()
+    for prompt in (PROMPT, tokens(3, 40)):
+        assert stock.put(prompt).complete
+        assert stock.good(prompt) == 10
+        assert seen_elsewhere(stock, tmp_path, prompt) == 10
+    assert stock.store.catch_up().problems == []
+
+
+def test_a_seal_that_is_lost_hides_nothing(
+    quick_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal is ended and its seal not made durable, then the machine goes down."""
+    monkeypatch.setattr("kvfs.publisher.ROLL_BYTES", 0)
+    faults = FaultyBackend(open_backend(str(quick_store)), volatile=True)
+    stock = Stock.make(faults.root, backend=faults, durability="batch")
+    assert stock.put(tokens(2, 8)).complete
+    faults.on("sync", "log/*", do=Fail(errno.EIO))
+    assert stock.put(PROMPT).complete
+    faults.crash()
+    assert seen_elsewhere(stock, tmp_path) == 10
+    stock.close()
+
+
+def unread(stock: Stock, *, namespace: bool) -> None:
+    """The index is as one that has read nothing of the journals, nor, maybe, of the namespace."""
+
+    def work(applier: Applier) -> None:
+        keys = [bytes(key) for key, _ in scan(applier.txn, JOURNALS)]
+        for key in [*keys, *([NS + stock.ns.nsid] if namespace else [])]:
+            applier.txn.delete(key)
+
+    stock.store.index.write(work)
+
+
+def test_an_index_that_is_behind_reads_the_journal_first(
+    stock: Stock, faults: FaultyBackend
+) -> None:
+    """Whatever goes wrong then is an error of the put, or of what was to be published."""
+    assert stock.put(tokens(2, 8)).complete
+    unread(stock, namespace=True)
+    faults.on("names", "ns", do=Fail(errno.EIO), times=None)
+    assert isinstance(stock.put(PROMPT).error, BackendError)
+    faults.clear()
+    assert stock.put(PROMPT).complete and stock.good(PROMPT) == 10
+    unread(stock, namespace=False)
+    faults.on("open", "log/*", do=Fail(errno.EIO), times=None)
+    noted: list[Entry] = [ClassEntry("weekly", 7 * 86400, 1)]
+    with pytest.raises(IndexFault, match="entries begin at"):
+        stock.store.writer().publish_checked(lambda _: noted)
+    faults.clear()
+    assert stock.store.writer().publish_checked(lambda _: noted) == noted
+    assert stock.store.classes()["weekly"] == 7 * 86400
+
+
+def test_an_index_that_fails_is_an_error_of_the_put(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise IndexFault("the index is gone")
+
+    for name in ("stored", "query", "classes", "class_names"):
+        with monkeypatch.context() as patched:
+            patched.setattr(stock.store.index, name, fail)
+            result = stock.put(PROMPT)
+        assert isinstance(result.error, IndexFault) and not result.complete, name
+    assert stock.put(PROMPT).complete
+    assert stock.good(PROMPT) == 10
 
 
 def test_a_segment_that_failed_takes_nothing_more(stock: Stock, faults: FaultyBackend) -> None:

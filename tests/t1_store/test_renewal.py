@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvfs import removal
 from kvfs.backend.select import open_backend
 from kvfs.chain_entries import KeepEntry
 from kvfs.errors import BackendError, InputError
@@ -192,3 +193,34 @@ def test_the_cap_is_checked_and_kept(store_dir: Path) -> None:
         Stock.make(store_dir, renew_cap_seconds=-1)
     with Store.init(store_dir) as store:
         assert store.config.renew_cap_seconds == 30 * DAY
+
+
+def test_paths_of_a_long_chain_are_found_in_steps(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KEEP names a few of the runs before its own; to find them takes one step a run."""
+    runs = 30
+    for n in range(1, runs + 1):
+        stock.put(tokens(1, 4 * n), ttl_class="agent")
+    prompt = tokens(1, 4 * runs)
+    heads = [stock.ns.hasher(prompt).digest(n) for n in range(1, runs + 1)]
+    paths = [b"".join(heads[:n] if n <= 4 else [heads[0], *heads[n - 3 : n]]) for n in range(runs)]
+    joined: list[int] = []
+    published: list[Any] = []
+
+    def few(path: bytes, true: Callable[[bytes], bytes] = removal.few) -> bytes:
+        joined.append(len(path) // 16)
+        return true(path)
+
+    def publish(runs: Any, others: list[Any], *_: Any) -> None:
+        published[:] = others
+
+    monkeypatch.setattr("kvfs.put.few", few)
+    monkeypatch.setattr("kvfs.removal.few", few)
+    monkeypatch.setattr(stock.store.writer(), "publish", publish)
+    stock.clock.now += DAY
+    for renew in (stock.put, lambda p: stock.store.touch(stock.ns, p)):
+        joined.clear()
+        renew(prompt)
+        assert [e.heads for e in published] == paths
+        assert max(joined) <= 5
