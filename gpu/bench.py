@@ -54,7 +54,10 @@ class Ticket(Landed):
     def __init__(self, identity: Identity, blocks: int) -> None:
         stride = Shape.of(identity).stride
         self.memory = HostBuffer(blocks * stride)
-        super().__init__(self.memory.view, stride, identity.row_bytes, blocks, stretches=_STRETCHES)
+        super().__init__(
+            self.memory.view, stride, identity.row_bytes, blocks, stretches=_STRETCHES,
+            pinned=self.memory.pin.pinned,
+        )  # fmt: skip
 
     @property
     def hit_blocks(self) -> int:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,13 +67,17 @@ class Landed:
 
     done = held = True
     reason = ""
+    lender = None
+    """Whose memory it is, to be pinned for all that comes there: nobody's who lends it again."""
 
     def __init__(
         self, memory: Any, stride: int, row_bytes: int, blocks: int, *, first: int = 0,
-        stretches: int = 1,
+        stretches: int = 1, pinned: bool = False,
     ) -> None:  # fmt: skip
         """memory: a buffer of `blocks` records, `stride` bytes from one to the next, the payload of
-        row_bytes first; stretches: as how many ranges they are shown."""
+        row_bytes first; stretches: as how many ranges they are shown; pinned: the device may read
+        it by itself."""
+        self.pinned = pinned
         self.ns = _Stride(stride, row_bytes)
         self.first = first
         self.wanted = self.good = blocks
@@ -161,46 +166,66 @@ class HostBuffer:
         self.pin.close()
 
 
-class Arenas:
-    """The arenas whose tickets are being swapped in, pinned once each.
+@dataclass(slots=True)
+class _Arena:
+    pin: Pinned
+    gone: Callable[[], bool]
+    users: int = 0
 
-    A new one appears when a fetcher was replaced; the old one is let go when nobody uses it.
+
+class Arenas:
+    """The arenas of fetchers whose tickets are being swapped in, pinned once each.
+
+    One stays pinned between swaps, which takes as long as many of them. It is let go when its
+    fetcher is gone, or was replaced, and nobody uses it.
     """
 
     def __init__(self, cudart: Any = None) -> None:
         self._cudart = cudart
         self._lock = threading.Lock()
-        self._pins: dict[int, Pinned] = {}
-        self._users: dict[int, int] = {}
+        self._arenas: dict[int, _Arena] = {}
 
-    def use(self, payload: memoryview) -> int:
-        """Pins the mapping that a payload lies in; returns the key for `leave`."""
+    def use(self, payload: memoryview, gone: Callable[[], bool]) -> int:
+        """Pins the mapping that a payload lies in; returns the key for `leave`. gone: says whether
+        nothing new will come there."""
         whole = memoryview(payload.obj)
         key = address_of(whole)
         with self._lock:
-            if key not in self._pins:
-                for old in [k for k in self._pins if not self._users.get(k)]:
-                    self._pins.pop(old).close()
-                self._pins[key] = Pinned(whole, read_only=whole.readonly, cudart=self._cudart)
-            self._users[key] = self._users.get(key, 0) + 1
+            if key not in self._arenas:
+                self._let_go()
+                pin = Pinned(whole, read_only=whole.readonly, cudart=self._cudart)
+                self._arenas[key] = _Arena(pin, gone)
+            self._arenas[key].users += 1
         return key
 
     def pinned(self, key: int) -> bool:
         """Whether the device may read the mapping by itself."""
         with self._lock:
-            return key in self._pins and self._pins[key].pinned
+            return key in self._arenas and self._arenas[key].pin.pinned
 
     def leave(self, key: int) -> None:
         with self._lock:
-            self._users[key] -= 1
+            self._arenas[key].users -= 1
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Under the lock."""
+        for key in [k for k, a in self._arenas.items() if not a.users and a.gone()]:
+            self._arenas.pop(key).pin.close()
+
+    @property
+    def used(self) -> bool:
+        """Whether a swap uses one of them."""
+        with self._lock:
+            return any(arena.users for arena in self._arenas.values())
 
     def problems(self) -> list[str]:
         """Why arenas are not pinned."""
         with self._lock:
-            return [p.problem for p in self._pins.values() if p.problem]
+            return [a.pin.problem for a in self._arenas.values() if a.pin.problem]
 
     def close(self) -> None:
         with self._lock:
-            for pin in self._pins.values():
-                pin.close()
-            self._pins.clear()
+            for arena in self._arenas.values():
+                arena.pin.close()
+            self._arenas.clear()

@@ -293,9 +293,7 @@ class SwapIn:
         """The blocks from `first` on, as many as fit into staging; None if they were lost."""
         swapper, ticket = self._swapper, self._ticket
         try:
-            if self._arena is None:
-                self._arena = swapper.arenas.use(ticket.payload(ticket.first))
-            pinned = swapper.arenas.pinned(self._arena)
+            pinned = self._pinned()
             if swapper.strategy_for(pinned=pinned).staging:
                 end = min(end, first + max(1, STAGING_BYTES // ticket.ns.stride))
             records = records_of(ticket, first, end)
@@ -306,6 +304,16 @@ class SwapIn:
             for target, group in zip(targets, self._layout.groups, strict=True)
         ]
         return Piece(first, records, parts, pinned)
+
+    def _pinned(self) -> bool:
+        """Whether the device may read the ticket's blocks by itself. Only what a fetcher lends
+        again and again is worth pinning. Raises InputError if they were lost."""
+        ticket, arenas = self._ticket, self._swapper.arenas
+        if ticket.lender is None:
+            return bool(ticket.pinned)
+        if self._arena is None:
+            self._arena = arenas.use(ticket.payload(ticket.first), ticket.lender.gone)
+        return arenas.pinned(self._arena)
 
     def _enqueue(self, piece: Piece, last: bool) -> None:
         """Submits all copies of a piece; of the last one, an event behind each layer."""

@@ -111,6 +111,11 @@ class Ticket:
             return False
         return client.control.generation(self._slot) == self._generation
 
+    @property
+    def lender(self) -> FetchClient | None:
+        """Whose memory the blocks are in, until it is `gone()`; None for a ticket of none."""
+        return self._client
+
     def _look(self) -> None:
         """Takes in what the fetcher has done since the last look."""
         if self._end is not None:

@@ -169,7 +169,7 @@ class FakeDevice(CpuDevice):
 
 
 class FakeTicket:
-    """Blocks 0..wanted-1 of a prompt, in stretches all over an arena."""
+    """Blocks 0..wanted-1 of a prompt, in stretches all over an arena of its own."""
 
     def __init__(
         self, identity: Any, wanted: int, random: Random, *, lands: int | None = None,
@@ -204,6 +204,13 @@ class FakeTicket:
             places[block] = Range(block, count, offset)
             offset += count * self.ns.stride
         return [places[block] for block, _ in cuts]
+
+    @property
+    def lender(self) -> FakeTicket:
+        return self
+
+    def gone(self) -> bool:
+        return self.released > 0
 
     @property
     def good(self) -> int:

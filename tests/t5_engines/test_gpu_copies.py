@@ -65,8 +65,9 @@ class Model:
                     table[i] = HOLE
         self.rows = bytearray(random.randbytes(blocks * self.row.row_bytes))
 
-    def swap(self, strategy: Strategy, device: Any = None) -> int:
-        ticket = Landed(self.rows, self.row.row_bytes, self.row.row_bytes, self.blocks, stretches=3)
+    def swap(self, strategy: Strategy, device: Any = None, *, pinned: bool = False) -> int:
+        size = self.row.row_bytes
+        ticket = Landed(self.rows, size, size, self.blocks, stretches=3, pinned=pinned)
         with Swapper(
             self.tensors, self.row, groups=self.groups, strategy=strategy, device=device
         ) as swapper:

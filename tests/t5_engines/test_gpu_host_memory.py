@@ -17,8 +17,9 @@ from kvfs.errors import ConfigError, InputError
 from kvfs.fetcher import launch
 from kvfs.gpu.choosing import choose, strategies
 from kvfs.gpu.found import look
-from kvfs.gpu.host_memory import Arenas, HostBuffer, Pinned, address_of
+from kvfs.gpu.host_memory import Arenas, HostBuffer, Landed, Pinned, address_of
 from kvfs.gpu.paged import PagedLayout
+from kvfs.gpu.strategies import Direct
 from kvfs.gpu.streams import CpuDevice
 from kvfs.gpu.swap_in import Swapper
 from kvfs.record import Shape
@@ -32,12 +33,14 @@ class Cudart:
     def __init__(self, refuses: bool = False) -> None:
         self.refuses = refuses
         self.pinned: dict[int, tuple[int, int]] = {}
+        self.registered = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if self.refuses:
             return 801
         assert address not in self.pinned
         self.pinned[address] = (size, flags)
+        self.registered += 1
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -81,29 +84,54 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
     buffer.close()
 
 
-def test_arenas_are_pinned_once_and_let_go_when_replaced() -> None:
-    cudart, arenas, maps = Cudart(), None, [Arena.create(1 << 20) for _ in range(2)]
-    arenas = Arenas(cudart)
+def test_arenas_are_pinned_once_and_let_go_with_their_fetcher() -> None:
+    cudart, gone = Cudart(), set()
+    arenas, maps = Arenas(cudart), [Arena.create(1 << 20) for _ in range(2)]
     readers = [Arena.attach(m.reader_fd()) for m in maps]
-    one = arenas.use(readers[0].view[4096:8192])
-    assert arenas.use(readers[0].view[8192:12288]) == one
+
+    def use(which: int, at: int = 4096) -> int:
+        return arenas.use(readers[which].view[at : at + 4096], lambda: which in gone)
+
+    one = use(0)
+    assert use(0, 8192) == one and arenas.pinned(one)
     assert list(cudart.pinned.values()) == [(1 << 20, 1 | 8)]  # for reading alone
-    arenas.use(readers[1].view[0:4096])
-    assert len(cudart.pinned) == 2  # the first one is in use
     arenas.leave(one)
     arenas.leave(one)
-    for m in readers:
-        m.close()
-    third = Arena.create(1 << 20)
-    arenas.leave(arenas.use(third.view[:4096]))
-    assert one not in cudart.pinned and len(cudart.pinned) == 2
+    assert list(cudart.pinned) == [one] and not arenas.used, "for the next swap"
+    assert use(0) == one and cudart.registered == 1
+    gone.add(0)
+    two = use(1)
+    assert set(cudart.pinned) == {one, two}, "the first one is in use"
+    arenas.leave(one)
+    assert list(cudart.pinned) == [two] and not arenas.pinned(one)
+    arenas.leave(two)
+    gone.add(1)
+    gone.discard(0)
+    use(0)
+    assert list(cudart.pinned) == [one], "the second went when nobody used it"
     assert arenas.problems() == []
     arenas.close()
     assert not cudart.pinned
-    third.close()
-    for m in maps:
+    for m in (*readers, *maps):
         m.close()
     gc.collect()
+
+
+def test_what_no_fetcher_lends_is_not_pinned() -> None:
+    """A row in between, in memory that is never used again: the arena stays as it is."""
+    row, cudart = IDENTITY.row_bytes, Cudart()
+    with Swapper(fakes.pages(IDENTITY, 12), IDENTITY, strategy=Direct()) as swapper:
+        swapper.arenas = Arenas(cudart)
+        ticket = fakes.FakeTicket(IDENTITY, 4, Random(1))
+        ticket.gone = lambda: False  # type: ignore[method-assign]
+        assert swapper.swap_in(fakes.plan(4), ticket, range(4)).finish() == 4
+        pinned = dict(cudart.pinned)
+        assert len(pinned) == 1
+        for block in range(4, 8):
+            landed = Landed(bytes(row), row, row, 1)
+            assert swapper.load(fakes.plan(1), landed, [block]).finish() == 1
+        assert cudart.pinned == pinned and cudart.registered == 1
+    assert not cudart.pinned
 
 
 # strategies
