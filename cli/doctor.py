@@ -22,7 +22,7 @@ from kvfs.errors import EXIT_OK, ConfigError, IndexFault, InputError, KvfsError
 
 if TYPE_CHECKING:
     from kvfs.backend import Backend
-    from kvfs.mount.mountinfo import Mount
+    from kvfs.filesystems import Mount
 
 _FUSE = "/dev/fuse"
 _SHM = "/dev/shm"
@@ -187,7 +187,7 @@ def _opened_index(settings: Settings) -> Fact:
 
 
 def _fuse(settings: Settings) -> Iterator[Fact]:
-    from kvfs.mount.mountinfo import mounts
+    from kvfs.filesystems import mounts
 
     if not os.path.exists(_FUSE):
         yield Fact("fuse", "note", f"there is no {_FUSE}: no mounts here")

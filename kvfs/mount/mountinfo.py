@@ -1,8 +1,8 @@
-"""What is mounted where, whether it answers, and taking it away again.
+"""Whether a mount answers, and taking it away again.
 
-Reads the kernel's table, never os.path.ismount: that says no of a mount whose process has died.
-Nothing here waits for a mount that hangs: what may hang is asked of a process that can be left.
-Needs neither FUSE nor a store.
+Reads the kernel's table (kvfs.filesystems), never os.path.ismount: that says no of a mount whose
+process has died. Nothing here waits for a mount that hangs: what may hang is asked of a process
+that can be left. Needs neither FUSE nor a store.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvfs.errors import BusyError, ConfigError
+from kvfs.filesystems import at
 
-FSTYPE = "fuse.kvfs"
 PROBE_SECONDS = 5.0
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
-_OCTAL = re.compile(rb"\\([0-7]{3})")
 _MOST_LINKS = 40  # as the kernel has it
 _PROBE = """
 import os, sys
@@ -30,19 +28,6 @@ try:
 except OSError as e:
     sys.exit(e.errno)
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A line of the table."""
-
-    point: str
-    fstype: str
-    source: str
-
-    @property
-    def ours(self) -> bool:
-        return self.fstype == FSTYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +41,6 @@ class Answer:
     @property
     def dead(self) -> bool:
         return self.error in (errno.ENOTCONN, errno.ECONNABORTED)
-
-
-def mounts(table: str = "/proc/self/mountinfo") -> list[Mount]:
-    """All mounts, an older one before those that lie on top of it."""
-    with open(table, "rb") as f:
-        return [_parse(line) for line in f.read().splitlines()]
-
-
-def _parse(line: bytes) -> Mount:
-    fields, _, rest = line.partition(b" - ")
-    fstype, source = rest.split(b" ")[:2]
-    return Mount(_text(fields.split(b" ")[4]), _text(fstype), _text(source))
-
-
-def _text(field: bytes) -> str:
-    return os.fsdecode(_OCTAL.sub(lambda m: bytes([int(m[1], 8)]), field))
-
-
-def at(point: str) -> list[Mount]:
-    """The mounts at exactly this (real) path; the last one is what is seen."""
-    return [m for m in mounts() if m.point == point]
 
 
 def real_point(path: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvfs.filesystems import at
 from kvfs.mount import mountinfo
 from kvfs.namespace import Namespace
 from kvfs.store import Store
@@ -127,7 +128,7 @@ class Mounted:
     # looking at it
 
     def is_mounted(self) -> bool:
-        return bool(mountinfo.at(str(self.point)))
+        return bool(at(str(self.point)))
 
     @property
     def pid(self) -> int:

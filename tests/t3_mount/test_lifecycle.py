@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.filesystems import at, mount_of, mounts
 from kvfs.mount import mountinfo
 from kvfs.testing.mounts import SECONDS, Mounted, mounted, until, wait_ended
 
@@ -92,7 +93,7 @@ def test_a_dead_mount_is_replaced(place: Mounted) -> None:
     done = place.try_mount()
     assert done.returncode == 0, done.stderr
     assert "whose process had died" in one_line(done.stderr)
-    assert len(mountinfo.at(str(place.point))) == 1
+    assert len(at(str(place.point))) == 1
     assert len(list(place.space.glob("*/*.kv"))) == 1 and place.pid != pid
 
 
@@ -207,7 +208,7 @@ def test_what_others_mounted_is_left_alone(place: Mounted) -> None:
     try:
         for done in (place.try_mount(), place.umount()):
             assert done.returncode == 7 and "tmpfs" in one_line(done.stderr)
-        assert len(mountinfo.at(str(place.point))) == 1
+        assert len(at(str(place.point))) == 1
     finally:
         subprocess.run(["umount", place.point], check=True)
 
@@ -417,7 +418,7 @@ def test_names_of_stores_that_others_could_stumble_over(tmp_path: Path, name: by
     """In mount options, in what is shown, and in the log."""
     with mounted(tmp_path, name=os.fsdecode(name)) as place:
         place.mount()
-        (found,) = mountinfo.at(str(place.point))
+        (found,) = at(str(place.point))
         assert found.source == f"kvfs:{place.store.path}" and found.fstype == "fuse.kvfs"
         assert place.ns.name in os.listdir(place.point)
         assert os.fsencode(place.store.path) in (place.point / "README").read_bytes()
@@ -433,9 +434,11 @@ def test_the_table_of_mounts_is_read_as_the_kernel_writes_it(tmp_path: Path) -> 
         b"36 35 98:0 /mnt1 /a\\040b\\134\xc3\xa9 rw,noatime master:1 - fuse.kvfs kvfs:/s\\054 rw\n"
         b"37 35 98:0 / / rw - ext4 /dev/root rw,errors=continue\n"
     )
-    first, second = mountinfo.mounts(str(table))
+    first, second = mounts(str(table))
     assert (first.point, first.source, first.ours) == ("/a b\\é", "kvfs:/s,", True)
     assert (second.point, second.fstype, second.ours) == ("/", "ext4", False)
+    assert mount_of("/a b\\é/x", str(table)) == ("/a b\\é", "fuse.kvfs")
+    assert mount_of("/a b\\éx", str(table)) == ("/", "ext4")
 
 
 # mount(8)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvfs.filesystems import at
 from kvfs.mount import mountinfo
 
 _SECONDS = 20.0
@@ -92,7 +93,7 @@ class Host:
             self.process = None
 
     def unmount(self) -> None:
-        while mountinfo.at(str(self.point)):
+        while at(str(self.point)):
             mountinfo.detach(str(self.point), lazy=True)
         for path in self._semaphores:
             with contextlib.suppress(FileNotFoundError):
