@@ -77,14 +77,16 @@ def command() -> None:
 @click.option("--tp", metavar="RANK/SIZE", help="Tensor-parallel share, such as 0/8.")
 @click.option("--pp", metavar="RANK/SIZE", help="Pipeline-parallel share.")
 @click.option("--adapter", metavar="NAME", default="", help="LoRA or other adapter.")
-@click.option("--hash", "hash_", metavar="NAME", default="xxh3-128", show_default=True,
-              help="The chain hash; blake3 where tenants share a store.")  # fmt: skip
+@click.option("--hash", "hash_", metavar="NAME",
+              help="The chain hash; blake3 where tenants share a store. Default: xxh3-128.",
+              )  # fmt: skip
 @click.option("--salt-file", metavar="FILE",
-              help="A file with the tenant's salt: who does not know it never hits.")  # fmt: skip
+              help="A file with the tenant's salt, as text: who does not know it never hits.",
+              )  # fmt: skip
 def create(
     settings: Settings, preset: str | None, source: str | None, salt_file: str | None,
     weights: str | None, tokenizer: str | None, tp: str | None, pp: str | None,
-    adapter: str, hash_: str,
+    adapter: str, hash_: str | None,
 ) -> None:  # fmt: skip
     """Make a namespace from a preset or a description.
 
@@ -95,17 +97,17 @@ def create(
     if (preset is None) == (source is None):
         raise InputError("give either --preset with --weights and --tokenizer, or --from")
     if source is not None:
-        given = (weights, tokenizer, tp, pp, salt_file, adapter or None)
+        given = (weights, tokenizer, tp, pp, salt_file, adapter or None, hash_)
         if any(value is not None for value in given):
             raise InputError("with --from the description says it all; leave the other options")
         identity = read_identity(source)
     elif weights is None or tokenizer is None:
         raise InputError("a preset is only a layout: give --weights and --tokenizer as well")
     else:
-        salt = "" if salt_file is None else tokens.load(salt_file).decode().rstrip("\r\n")
         identity = presets.get(
             preset or "", weights=weights, tokenizer=tokenizer, partition=_partition(tp, pp),
-            adapter=adapter, hash=hash_, salt=salt,
+            adapter=adapter, hash=hash_ or "xxh3-128",
+            salt="" if salt_file is None else read_salt(salt_file),
         )  # fmt: skip
     with common.open_store(settings) as store:
         ns = store.create_namespace(identity)
@@ -113,6 +115,22 @@ def create(
             output.json_line(describe(ns))
         else:
             output.line(ns.name)
+
+
+def read_salt(path: str) -> str:
+    """A tenant's salt, without the end of its line. Raises InputError.
+
+    An empty one is refused: it would be no salt at all, and nobody would notice.
+    """
+    try:
+        salt = tokens.load(path).decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise InputError(
+            f"{path}: a salt is UTF-8 text; of random bytes take the base64 (base64 -w0)"
+        ) from None
+    if not salt:
+        raise InputError(f"{path}: empty; a namespace without a salt needs no --salt-file")
+    return salt
 
 
 def read_identity(path: str) -> Identity:
@@ -152,9 +170,10 @@ def _share(option: str, text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 1
     rank, _, size = text.partition("/")
-    if not (rank.isdecimal() and size.isdecimal()):
-        raise InputError(f"{option} {text}: a share is RANK/SIZE, such as 0/8")
-    return int(rank), int(size)
+    try:
+        return int(rank), int(size)
+    except ValueError:  # Python reads no number of thousands of digits either
+        raise InputError(f"{option} {text}: a share is RANK/SIZE, such as 0/8") from None
 
 
 @command.command("list", context_settings=common.HELP)

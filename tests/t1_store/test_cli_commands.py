@@ -159,6 +159,9 @@ def test_namespaces(cli_store: Path, tmp_path: Path) -> None:
         file.write_text(json.dumps({**small, **change}))
         said = kvctl("ns", "create", "--from", file, code=2).stderr
         assert says in said and str(file) in said
+    file.write_text(json.dumps(small))
+    for more in (["--hash", "blake3"], ["--hash", "xxh3-128"], ["--adapter", "a"], ["--tp", "0/2"]):
+        assert "says it all" in kvctl("ns", "create", "--from", file, *more, code=2).stderr
     del small["weights"]
     file.write_text(json.dumps(small))
     assert "lacks fields: weights" in kvctl("ns", "create", "--from", file, code=2).stderr
@@ -173,8 +176,16 @@ def test_presets_and_ranks(cli_store: Path, tmp_path: Path) -> None:
     assert len({n["nsid"] for n in (whole, half, salted)}) == 3
     identity = kvctl_json("ns", "show", salted["namespace"])["identity"]
     assert "secret" not in json.dumps(identity) and identity["salt_digest"]
+    for bytes_, says in ((b"\xff\x00\x80", "UTF-8"), (b"", "empty"), (b"\r\n\n", "empty")):
+        (tmp_path / "salt").write_bytes(bytes_)
+        assert says in kvctl(*preset, "--salt-file", tmp_path / "salt", code=2).stderr
     for args in (["--tp", "2"], ["--tp", "2/2"], ["--from", "x"]):
         kvctl(*preset, *args, code=2)
+    assert (
+        kvctl_json(*preset, "--hash", "xxh3-128")
+        == whole
+        != kvctl_json(*preset, "--hash", "blake3")
+    )
     kvctl("ns", "create", "--preset", "tiny", code=2)
     kvctl("ns", "create", code=2)
 
