@@ -9,6 +9,7 @@ import click
 from kvfs.bench import BENCHES, LONG
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
+from kvfs.cli.values import FiniteRange
 from kvfs.errors import InputError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ MANUAL = {
                    "state.")  # fmt: skip
 @click.option("--clients", type=click.IntRange(1), default=4, show_default=True,
               help="Client processes that fetch at once, at most.")  # fmt: skip
-@click.option("--prefill-tokens-per-second", "prefill", type=click.FloatRange(0, min_open=True),
+@click.option("--prefill-tokens-per-second", "prefill", type=FiniteRange(0, min_open=True),
               metavar="N",
               help="Say from which prefix length on loading beats recomputing at this speed.",
               )  # fmt: skip

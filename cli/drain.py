@@ -9,6 +9,7 @@ import click
 from kvfs.cli import common, output
 from kvfs.cli.peers import secret_option, slots_directory_option
 from kvfs.cli.settings import Settings
+from kvfs.cli.values import FiniteRange
 from kvfs.errors import EXIT_OK, EXIT_PARTIAL
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ MANUAL = {
 @common.options
 @click.option("--to", "to", metavar="HOST:PORT", multiple=True, required=True,
               help="A host that takes slots. May be given several times.")  # fmt: skip
-@click.option("--grace", type=click.FloatRange(0.1, 86400), default=60.0, show_default=True,
+@click.option("--grace", type=FiniteRange(0.1, 86400), default=60.0, show_default=True,
               help="Seconds after which it ends.")  # fmt: skip
-@click.option("--share", type=click.FloatRange(0, 1), default=0.8, show_default=True,
+@click.option("--share", type=FiniteRange(0, 1), default=0.8, show_default=True,
               help="How much of the slots of the named hosts may be held then.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Even if that is more.")
 @secret_option

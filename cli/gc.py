@@ -8,7 +8,7 @@ import click
 
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
-from kvfs.cli.values import BYTES
+from kvfs.cli.values import BYTES, FiniteRange
 
 if TYPE_CHECKING:
     from kvfs.gc.collector import GcResult
@@ -80,7 +80,7 @@ MANUAL = {
 @click.option("--rate", type=BYTES, metavar="SIZE",
               help="Copy no more than this in a second. Default: as kvctl limits has it.",
               )  # fmt: skip
-@click.option("--removals", type=click.FloatRange(0, min_open=True), metavar="N",
+@click.option("--removals", type=FiniteRange(0, min_open=True), metavar="N",
               help="Remove no more than N files in a second. Default: as kvctl limits has it.",
               )  # fmt: skip
 def command(

@@ -9,7 +9,7 @@ import click
 
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
-from kvfs.cli.values import BYTES
+from kvfs.cli.values import BYTES, FiniteRange
 from kvfs.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ MANUAL = {
 }
 
 
-SHARE = click.FloatRange(0, 1)
+SHARE = FiniteRange(0, 1)
 
 
 @common.command("""
@@ -124,7 +124,7 @@ def _value(option: str, value: Any) -> Any:
     if value == NONE:
         return None
     if option in ("removals", "clean_share"):
-        return click.FLOAT.convert(value, None, None)
+        return FiniteRange().convert(value, None, None)
     return BYTES.convert(value, None, None) if isinstance(value, str) else value
 
 

@@ -98,10 +98,13 @@ def line(text: str = "") -> None:
 
 
 def json_line(value: Any) -> None:
-    """One JSON object on one line, written at once. Raises OutputFailed."""
+    """One JSON object on one line, written at once. Raises OutputFailed.
+
+    Raises ValueError for a number that is not finite: JSON has none, and other readers would choke.
+    """
     import json
 
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
     flush()
 
 

@@ -47,7 +47,7 @@ def resolved(text: str) -> str:
             raise
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (OSError, OverflowError) as e:
+    except (OSError, OverflowError, ValueError) as e:
         raise InputError(f"{text}: {e}") from None
     address = found[0][4]
     return join_address(str(address[0]), int(address[1]))

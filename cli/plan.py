@@ -9,7 +9,7 @@ import click
 
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
-from kvfs.cli.values import BYTES, DURATION
+from kvfs.cli.values import BYTES, DURATION, FiniteRange
 
 if TYPE_CHECKING:
     from kvfs.sim.fleet import Fleet, Plan
@@ -49,6 +49,7 @@ MANUAL = {
     """,
 }
 DEFAULT_TRACE = "weka_claude_code_small"
+_MOST = 1_000_000_000
 
 
 @click.command(
@@ -60,11 +61,11 @@ DEFAULT_TRACE = "weka_claude_code_small"
 """),
 )
 @common.json_option
-@click.option("--prefill", "prefill_gpus", type=click.IntRange(1), default=64, show_default=True,
-              help="GPUs that compute prompts.")  # fmt: skip
-@click.option("--rate", "prefill_rate", type=click.FloatRange(1), default=10_000,
+@click.option("--prefill", "prefill_gpus", type=click.IntRange(1, _MOST), default=64,
+              show_default=True, help="GPUs that compute prompts.")  # fmt: skip
+@click.option("--rate", "prefill_rate", type=FiniteRange(1, _MOST), default=10_000,
               show_default=True, help="Tokens a second that one of them computes.")  # fmt: skip
-@click.option("--servers", type=click.IntRange(1), default=3, show_default=True,
+@click.option("--servers", type=click.IntRange(1, _MOST), default=3, show_default=True,
               help="Storage servers.")  # fmt: skip
 @click.option("--server", "server_bytes", type=BYTES, metavar="SIZE",
               help="Room of one. Default: 20 drives of 30.73 TB.")  # fmt: skip
@@ -72,7 +73,7 @@ DEFAULT_TRACE = "weka_claude_code_small"
               help="Bytes a second that one reads. Default: 40 GB.")  # fmt: skip
 @click.option("--write", "server_write", type=BYTES, metavar="SIZE",
               help="Bytes a second that one writes. Default: 5 GB.")  # fmt: skip
-@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True,
+@click.option("--replicas", type=click.IntRange(1, _MOST), default=1, show_default=True,
               help="How often each byte is stored.")  # fmt: skip
 @click.option("--ttl", "ttl_seconds", type=DURATION, metavar="TIME",
               help="Time to live of a block. Default: 3d.")  # fmt: skip

@@ -14,7 +14,7 @@ import click
 
 from kvfs.cli import common, output
 from kvfs.cli.settings import Settings
-from kvfs.cli.values import BYTES, DURATION
+from kvfs.cli.values import BYTES, DURATION, FiniteRange
 from kvfs.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,10 +79,13 @@ MANUAL = {
 @click.option("--processes", type=click.IntRange(1, 256), metavar="N", default=1,
               show_default=True,
               help="Share the requests out to so many processes, in lock-step.")  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="So many requests at most.")
+@click.option("--limit", type=click.IntRange(0, 1_000_000_000), metavar="N",
+              help="So many requests at most.")  # fmt: skip
 @click.option("--max-bytes", type=BYTES, metavar="SIZE",
               help="End before more than that would be written.")  # fmt: skip
-@click.option("--max-seconds", type=float, metavar="N", help="Start no request after N seconds.")
+@click.option(
+    "--max-seconds", type=FiniteRange(0), metavar="N", help="Start no request after N seconds."
+)
 @click.option("--fetch/--no-fetch", default=True, help="Fetch what hits, or only check and put.")
 @click.option("--verify/--no-verify", default=True, help="Compare fetched bytes with those put.")
 @click.option("--touch", is_flag=True, help="Renew what was hit, as an engine does.")

@@ -9,6 +9,7 @@ import click
 from kvfs.cli import common, output
 from kvfs.cli.peers import secret_option, slots_directory_option
 from kvfs.cli.settings import Settings
+from kvfs.cli.values import FiniteRange
 
 if TYPE_CHECKING:
     from kvfs.peers.service import PeerService
@@ -58,11 +59,11 @@ MANUAL = {
     kvctl serve --listen 10.0.0.7:7420 --secret-file /etc/kvfs/secret
 """)
 @common.options
-@click.option("--interval", type=click.FloatRange(0.01, 60), default=0.2, show_default=True,
+@click.option("--interval", type=FiniteRange(0.01, 60), default=0.2, show_default=True,
               help="Seconds between looks at a writer that has news.")  # fmt: skip
 @click.option("--gc/--no-gc", default=True, show_default=True, envvar="KVFS_GC", show_envvar=True,
               help="Keep house in the store, in turns with the other hosts.")  # fmt: skip
-@click.option("--gc-interval", type=click.FloatRange(0.1, 86_400), default=60.0, show_default=True,
+@click.option("--gc-interval", type=FiniteRange(0.1, 86_400), default=60.0, show_default=True,
               help="Seconds between two passes of housekeeping.")  # fmt: skip
 @click.option("--listen", metavar="IP:PORT", help="Answer other hosts for slots, at this address.")
 @click.option("--any-interface", is_flag=True,

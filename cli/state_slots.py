@@ -12,6 +12,7 @@ import click
 from kvfs.cli import common, output, tokens
 from kvfs.cli.peers import client, resolved, secret_option, slots_directory_option
 from kvfs.cli.settings import Settings
+from kvfs.cli.values import FiniteRange
 from kvfs.errors import EXIT_MISS, EXIT_OK, BackendError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def slots(settings: Settings, at: str | None, secret_file: str | None, slots: st
 @common.options
 @common.namespace_option
 @tokens.options
-@click.option("--deadline", type=click.FloatRange(0.001, 60), default=1.0, show_default=True,
+@click.option("--deadline", type=FiniteRange(0.001, 60), default=1.0, show_default=True,
               help="Seconds after which a replay is better.")  # fmt: skip
 @secret_option
 @slots_directory_option

@@ -1,14 +1,15 @@
 """A thread that takes one turn after another until it is stopped.
 
-Whoever works in the background does it so: a fault in one turn is logged, and the next turn tries
-again. The thread is a daemon: what it has done stands when the process ends. It belongs to one
-process and does not survive a fork.
+Whoever works in the background does it so: a fault in one turn, or in saying how long to pause, is
+logged, and the next turn tries again. The thread is a daemon: what it has done stands when the
+process ends. It belongs to one process and does not survive a fork.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Self
 
 from kvfs.errors import KvfsError
@@ -52,12 +53,16 @@ class Periodic:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            try:
-                self.turn()
-            except (KvfsError, OSError) as e:
-                self._log.warning("%s: %s", self._what, e)
-                self._stopped.wait(FAULT_SECONDS)
-            except Exception:  # a bug in one turn must not end the work for good
-                self._log.exception("%s", self._what)
-                self._stopped.wait(FAULT_SECONDS)
-            self._stopped.wait(self.pause())
+            self._guarded(self.turn)
+            self._guarded(lambda: self._stopped.wait(self.pause()))
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        """Does it. A fault is logged, and waited for a while."""
+        try:
+            work()
+        except (KvfsError, OSError) as e:
+            self._log.warning("%s: %s", self._what, e)
+            self._stopped.wait(FAULT_SECONDS)
+        except Exception:  # a bug must not end the work for good
+            self._log.exception("%s", self._what)
+            self._stopped.wait(FAULT_SECONDS)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from kvfs import __version__
 from kvfs.cli import manpage
 from kvfs.cli.main import main as root
+from kvfs.cli.values import FiniteRange
 
 
 def walk(
@@ -67,6 +68,15 @@ def test_it_explains_itself(path: str) -> None:
     for parameter in command.get_params(context):
         if isinstance(parameter, click.Option) and not parameter.hidden:
             assert parameter.help, f"{parameter.opts} has no help text"
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_it_takes_no_nan(path: str) -> None:
+    """click's own types do: a NaN is within all their bounds, and every clock chokes on it."""
+    kinds = [parameter.type for parameter in COMMANDS[path][0].params]
+    assert all(
+        isinstance(k, FiniteRange) for k in kinds if isinstance(k, click.types.FloatParamType)
+    )
 
 
 @pytest.mark.parametrize("path", TOP)
