@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvfs.cli.output import Progress
 from kvfs.cli.settings import Settings
@@ -35,15 +36,24 @@ def examples(lines: str) -> str:
 
 
 def _setting(key: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
-    def keep(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-        if value:
-            ctx.ensure_object(Settings).given[key] = value
+    def keep(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        given = ctx.ensure_object(Settings).given
+        if value and on_command_line(ctx, parameter.name):
+            given[key] = value
+        elif value:  # the environment does not outdo what stands before a subcommand
+            given.setdefault(key, value)
 
     return keep
 
 
+def on_command_line(ctx: click.Context, name: str | None) -> bool:
+    """Says whether an option was given there, and not by the environment or by default."""
+    return ctx.get_parameter_source(name or "") is ParameterSource.COMMANDLINE
+
+
 def _keep_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    ctx.ensure_object(Settings).as_json = value
+    if value:  # it may stand before a subcommand as well
+        ctx.ensure_object(Settings).as_json = True
 
 
 def _keep_verbose(ctx: click.Context, _: click.Parameter, value: int) -> None:

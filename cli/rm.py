@@ -66,14 +66,14 @@ MANUAL = {
               help="In place of a prompt: a namespace and all of it.")  # fmt: skip
 @click.option("--tenant", metavar="DIGEST",
               help="In place of a prompt: all namespaces of a tenant.")  # fmt: skip
-@click.option("--from-block", type=click.IntRange(min=0), default=0, metavar="N",
+@click.option("--from-block", type=click.IntRange(min=0), metavar="N",
               help="Of a prompt: keep the blocks before number N.")  # fmt: skip
 @click.option("--purge", is_flag=True, help="Remove the bytes as well, and print a receipt.")
 @click.option("-n", "--dry-run", is_flag=True, help="Change nothing; say how many blocks would go.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before a namespace or a tenant goes.")
 def command(
     settings: Settings, path: str | None, inline: str | None, form: str, node: str | None,
-    everything: bool, name: str | None, tenant: str | None, from_block: int, purge: bool,
+    everything: bool, name: str | None, tenant: str | None, from_block: int | None, purge: bool,
     dry_run: bool, yes: bool,
 ) -> int:  # fmt: skip
     """Evict blocks: those of a prompt, a node, a namespace, or a tenant.
@@ -84,12 +84,16 @@ def command(
     target = targets.Target(path, inline, form, node, everything)
     if (name is not None) + (tenant is not None) + target.given > 1:
         raise InputError("give one of: token ids, --prefix, --all, --namespace, --tenant")
+    whole = name is not None or tenant is not None
+    if from_block is not None and (whole or target.kind != "tokens"):
+        raise InputError("--from-block is of token ids; it keeps nothing of what else is evicted")
+    if whole and common.on_command_line(click.get_current_context(), "ns"):
+        raise InputError("--ns is of a prompt, --prefix or --all; leave it out")
     with common.open_store(settings) as store:
-        whole = name is not None or tenant is not None
         spaces = _namespaces(store, settings, name, tenant, purge)
         if whole and not dry_run and not yes:
             _ask(store, spaces)
-        work = _Work(settings, store, target, from_block, whole)
+        work = _Work(settings, store, target, from_block or 0, whole)
         if dry_run:
             return work.told([(ns, work.count(ns)) for ns in spaces], "would evict")
         if purge:

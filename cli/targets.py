@@ -46,7 +46,7 @@ class Target:
     @property
     def given(self) -> bool:
         """Any of the options was given."""
-        by_tokens = self.path is not None or self.inline is not None
+        by_tokens = self.path is not None or self.inline is not None or self.form != "auto"
         return by_tokens or self.node is not None or self.everything
 
     @property
@@ -55,6 +55,8 @@ class Target:
         by_tokens = self.path is not None or self.inline is not None
         if by_tokens + (self.node is not None) + self.everything > 1:
             raise InputError("give one of: token ids, --node, --all")
+        if self.form != "auto" and (self.everything or self.node is not None):
+            raise InputError("--tokens-format is of token ids, and there are none")
         return "all" if self.everything else "node" if self.node is not None else "tokens"
 
     def tokens(self) -> memoryview:

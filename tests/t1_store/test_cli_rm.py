@@ -160,7 +160,11 @@ def test_one_of_them(stored: Path, cli_namespace: str) -> None:
         ("--tenant", "x", "--namespace", cli_namespace),
         ("--tenant", "x", "--tokens", "1"),
         ("--namespace", "nobody"),
-    ):
+        ("--namespace", cli_namespace, "--ns", cli_namespace),
+        *((*what, *of_tokens) for what in (
+            ("--all",), ("--node", "000000"), ("--namespace", cli_namespace), ("--tenant", "x"),
+        ) for of_tokens in (("--from-block", "0"), ("--tokens-format", "u32"))),
+    ):  # fmt: skip
         kvctl("rm", *args, code=2)
     assert kvctl_json("stats")["blocks"] == 12
 

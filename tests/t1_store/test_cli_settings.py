@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def test_the_strongest_wins(
     assert store_of("--store", stores["option"]) == stores["option"]
     monkeypatch.setenv("KVFS_STORE", "")  # set to nothing is not set
     assert store_of() == stores["host"]
+
+
+def test_before_a_subcommand_or_behind_it(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option of a group holds for its commands, against the environment, too."""
+    monkeypatch.setenv("KVFS_STORE", str(stores["environment"]))
+    option, other = str(stores["option"]), str(stores["host"])
+    told = kvctl("ttl", "--json", "--store", option, "define", "long", "12h").stdout
+    assert json.loads(told)["classes"]["long"] == 43200
+    assert "long" in kvctl_json("ttl", "--store", option)["classes"]
+    assert "long" not in kvctl_json("ttl")["classes"]
+    kvctl("ttl", "--store", option, "define", "--store", other, "short", "1h")
+    assert "short" in kvctl_json("ttl", "--store", other)["classes"]
 
 
 def test_a_file_of_ones_own(
