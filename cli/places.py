@@ -5,6 +5,7 @@ What the tree is, kvfs.vfs says; here paths are walked down it, as the kernel do
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from kvfs.errors import InputError
@@ -28,7 +29,7 @@ def walk(tree: Tree, path: str, ns: Namespace | None = None) -> Entry | None:
     from kvfs.vfs import Entry
     from kvfs.vfs.node import BlockFile, NamespaceDir, Text, Tokens
 
-    names = [part.encode() for part in path.split("/") if part not in ("", ".")]
+    names = [os.fsencode(part) for part in path.split("/") if part not in ("", ".")]
     entry = Entry(b"", tree.root, tree.stat(tree.root))
     if ns is not None and names and tree.lookup(tree.root, names[0]) is None:
         entry = Entry(ns.name.encode(), NamespaceDir(ns), tree.stat(NamespaceDir(ns)))

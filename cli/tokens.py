@@ -55,7 +55,7 @@ def read(path: str | None, inline: str | None, form: str) -> memoryview:
     if inline is not None:
         if path is not None:
             raise InputError("token ids are given twice: as TOKENS and as --tokens")
-        return parse(inline.encode(), form, "--tokens")
+        return parse(os.fsencode(inline), form, "--tokens")
     if path is None and sys.stdin is not None and sys.stdin.isatty():
         raise InputError("no token ids: give a file, --tokens, or - to type them here")
     return parse(load(path or "-"), form, "standard input" if path in (None, "-") else str(path))

@@ -63,9 +63,9 @@ class Env:
         self._queue = os.open(os.path.join(self.path, "writer.lock"), flags, 0o600)
         try:
             self._env = lmdb.open(
-                self.path, map_size=self._map_bytes, subdir=True, create=True, sync=False,
-                metasync=False, readahead=False, writemap=False, max_readers=MAX_READERS,
-                max_spare_txns=8,
+                os.fsencode(self.path), map_size=self._map_bytes, subdir=True, create=True,
+                sync=False, metasync=False, readahead=False, writemap=False,
+                max_readers=MAX_READERS, max_spare_txns=8,
             )  # fmt: skip
             self._env.reader_check()
             self._file, self._lock_file = _file_id(self.path), _file_id(self.path, "lock.mdb")

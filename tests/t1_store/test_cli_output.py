@@ -8,10 +8,11 @@ import pty
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
 from kvfs.cli import output
-from kvfs.cli.values import BYTES, DURATION
+from kvfs.cli.values import BYTES, DURATION, MILLISECONDS, FiniteRange
 from kvfs.testing.command import command, environment, kvctl, run
 
 
@@ -101,3 +102,75 @@ def test_sizes_as_people_write_them(text: str, value: int) -> None:
 )
 def test_times_as_people_write_them(text: str, value: int) -> None:
     assert DURATION.convert(text, None, None) == value
+
+
+@pytest.mark.parametrize("kind", [BYTES, DURATION, MILLISECONDS])
+def test_no_quantity_is_too_large_to_reckon_with(kind: click.ParamType[int]) -> None:
+    for text in ("9" * 400, "9" * 25, "9" * 5000):
+        with pytest.raises(click.BadParameter, match="larger than any"):
+            kind.convert(text, None, None)
+    assert kind.convert("9" * 8, None, None) > 0
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "-NaN", "x", ""])
+def test_numbers_are_finite(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        FiniteRange().convert(text, None, None)
+    with pytest.raises(click.BadParameter):
+        FiniteRange(0, min_open=True).convert(text, None, None)
+
+
+def test_what_is_not_finite_is_bad_usage(cli_store: Path) -> None:
+    much = "9" * 400
+    for args in (
+        ("gc", "--removals", "nan"), ("gc", "--rate", much), ("limits", "--removals", "inf"),
+        ("limits", "--clean-share", "nan"), ("limits", "--capacity", much),
+        ("ttl", "define", "long", much), ("fetch", "--tokens", "1", "--deadline", much),
+        ("plan", "--rate", "inf"), ("plan", "--prefill", much), ("serve", "--interval", "nan"),
+        ("replay", "--temporary", "--limit", much, "weka_claude_code_small"),
+        ("ns", "create", "--preset", "tiny", "--weights", "w", "--tokenizer", "t",
+         "--tp", f"1/{much * 20}"),
+    ):  # fmt: skip
+        kvctl(*args, code=2)
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="JSON"):
+            output.json_line({"rate": value})
+    assert capsys.readouterr().out == ""
+
+
+STRANGE = os.fsdecode(b"\xff\xfe")
+
+
+def test_a_store_whose_path_is_not_utf_8(
+    cli_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is printed says so by an escape, of which a reader of JSON makes the same path."""
+    ids = ",".join(map(str, range(1024)))
+    cli_store.rename(tmp_path / STRANGE)
+    monkeypatch.setenv("KVFS_STORE", str(tmp_path / STRANGE))
+    for args in (
+        ("put", "--synthetic", "--tokens", ids), ("check", "--tokens", ids), ("stats",),
+        ("fetch", "--tokens", ids), ("status",), ("fsck",), ("gc",), ("limits",), ("ttl",),
+        ("ls", "-R"), ("rm", "--all"), ("rebuild",), ("ns", "list"),
+    ):  # fmt: skip
+        done = run(*args, "--json")
+        assert done.returncode == 0, done.stderr
+        for text in done.stdout.splitlines():
+            said = json.loads(text)
+            assert said.get("store", str(tmp_path / STRANGE)) == str(tmp_path / STRANGE)
+    assert rb"\udcff\udcfe" in run("stats").stdout
+    assert run("stats", "--index", tmp_path / f"{STRANGE}-index").returncode == 0
+
+
+def test_arguments_that_are_not_utf_8(cli_store: Path) -> None:
+    where = f"{STRANGE}/x"
+    for args in (
+        ("ls", STRANGE), ("ls", where), ("show", where), ("rm", "--node", where),
+        ("ttl", "set", "agent", "--node", where), ("check", "--tokens", STRANGE),
+        ("check", STRANGE), ("check", "--ns", STRANGE, "--tokens", "1"), ("rm", "--tenant", where),
+    ):  # fmt: skip
+        done = run(*args)
+        assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1), done.stderr
