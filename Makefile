@@ -47,7 +47,7 @@ $(VENV)/.lint: pyproject.toml $(VENV)/.system
 venv: $(VENV)/.test $(VENV)/.lint ## create .venv with everything, for work on the code
 
 demo: $(VENV)/.core ## a store, real requests, the mounted tree, a prefix compared byte by byte
-	$(PY) -m kvfs.sim.demo
+	$(PY) -m kvfs.demo
 
 test: $(VENV)/.test ## all tests but the slow ones
 	$(PY) -m pytest -q -m 'not slow and not gluster and not engines' $(PYTEST_ARGS)

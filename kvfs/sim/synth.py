@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from kvfs.chain import HASH_BYTES
 from kvfs.errors import InputError
 from kvfs.sim.trace import Request
 
@@ -26,7 +27,6 @@ _U64 = npt.NDArray[np.uint64]
 
 VOCABULARY = 129_280
 GRAIN = 128
-HASH_BYTES = 16
 PAGE = 4096
 
 # Four digits to the base of the vocabulary tell more than 2**64 units apart; a fifth tells traces.

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kvfs.fetcher kvfs.peers",
         "kvfs.vfs kvfs.sim kvfs.bench kvfs.explain",
         "kvfs.mount kvfs.serve kvfs.connectors kvfs.gpu",
-        "kvfs.cli kvfs.testing kvfs.__main__",
+        "kvfs.cli kvfs.testing kvfs.demo kvfs.__main__",
     )
 )
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from kvfs.sim.screen import Screen, duration, size
+from kvfs.demo.screen import Screen
 
 
 class Terminal(io.StringIO):
@@ -72,19 +72,3 @@ def test_tables_line_up() -> None:
     out = io.StringIO()
     Screen(out).table([("a", "1", "x"), ("long", "22", "")])
     assert out.getvalue() == "  a      1  x\n  long  22\n"
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (114_688, "115 kB"), (1.5e6, "1.50 MB")]
-    + [(2e9, "2.00 GB"), (5e12, "5000.00 GB")],
-)
-def test_sizes(n: float, text: str) -> None:
-    assert size(n) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (12.34, "12.3 s"), (0.0042, "4.2 ms"), (9e-5, "90 us")]
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text

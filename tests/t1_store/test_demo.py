@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.demo import show, tour
+from kvfs.demo.screen import Screen
 from kvfs.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE
-from kvfs.sim import demo, tour
 from kvfs.sim.replay import Result
-from kvfs.sim.screen import Screen
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def _no_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_fuse")
 def test_without_fuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--requests", "3", "--dir", str(tmp_path)]) == 0
+    assert show.main(["--requests", "3", "--dir", str(tmp_path)]) == 0
     text, errors = capsys.readouterr()
     assert "FUSE: there is no /dev/fuse" in text
     assert "100%  3 requests" in text
@@ -34,7 +34,7 @@ def test_without_fuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.usefixtures("_no_fuse")
 def test_a_kept_store_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--requests", "1", "--dir", str(tmp_path), "--keep"]) == 0
+    assert show.main(["--requests", "1", "--dir", str(tmp_path), "--keep"]) == 0
     (kept,) = tmp_path.iterdir()
     assert f"KVFS_STORE={kept}/store" in capsys.readouterr().out
     assert (kept / "store" / "kvfs.json").exists()
@@ -44,10 +44,10 @@ def test_a_kept_store_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_failure_is_told_and_cleaned_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "MIN_BYTES", 1 << 60)
-    assert demo.main(["--dir", str(tmp_path)]) == 6
+    monkeypatch.setattr(show, "MIN_BYTES", 1 << 60)
+    assert show.main(["--dir", str(tmp_path)]) == 6
     assert "too little room" in capsys.readouterr().err
-    assert demo.main(["--dir", str(tmp_path / "none")]) == 6
+    assert show.main(["--dir", str(tmp_path / "none")]) == 6
     assert "no temporary directory" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
 
@@ -56,7 +56,7 @@ def test_a_failure_is_told_and_cleaned_up(
 def test_failures_of_the_store_are_in_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = demo.replay
+    real = show.replay
 
     def failing(*args: object, **kwargs: object) -> Result:
         result = real(*args, **kwargs)  # type: ignore[arg-type]
@@ -64,20 +64,20 @@ def test_failures_of_the_store_are_in_the_exit_code(
         result.details["put: SpaceError"] = "no room"
         return result
 
-    monkeypatch.setattr(demo, "replay", failing)
-    assert demo.main(["--requests", "2", "--dir", str(tmp_path)]) == 1
+    monkeypatch.setattr(show, "replay", failing)
+    assert show.main(["--requests", "2", "--dir", str(tmp_path)]) == 1
     assert "1 x put: SpaceError: no room" in capsys.readouterr().out
 
 
 def test_it_needs_a_request() -> None:
     with pytest.raises(SystemExit) as e:
-        demo.main(["--requests", "0"])
+        show.main(["--requests", "0"])
     assert e.value.code == EXIT_USAGE
 
 
 def start(tmp_path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvfs.sim.demo", "--dir", str(tmp_path)],
+        [sys.executable, "-m", "kvfs.demo", "--dir", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -137,8 +137,3 @@ def test_a_tool_that_is_not_installed_is_said(
     monkeypatch.setenv("PATH", str(tmp_path))
     tour._show_tool(Screen(), tour.Place(tmp_path), ["getfattr", "-d", "x"])
     assert "(getfattr is not installed)" in capsys.readouterr().out
-
-
-def test_a_mount_is_found_in_the_table_of_the_kernel() -> None:
-    assert tour.is_mounted(Path("/proc"))
-    assert not tour.is_mounted(Path("/proc/self"))

@@ -21,10 +21,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from kvfs import presets
 from kvfs.chain import HASH_BYTES
+from kvfs.cli.common import interruptible
+from kvfs.cli.output import duration, size
+from kvfs.demo import tour
+from kvfs.demo.screen import Screen
+from kvfs.demo.tour import Place
 from kvfs.errors import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERNAL,
@@ -34,13 +38,12 @@ from kvfs.errors import (
     KvfsError,
     SpaceError,
 )
+from kvfs.filesystems import at
 from kvfs.index.place import FORCE_ENVIRONMENT
 from kvfs.namespace import Namespace
-from kvfs.sim import tour, trace
+from kvfs.sim import trace
 from kvfs.sim.replay import Options, Result, replay, requests, touched
-from kvfs.sim.screen import Screen, duration, size
 from kvfs.sim.synth import PayloadSynth, TokenSynth
-from kvfs.sim.tour import Place
 from kvfs.store import Store
 
 TRACE = "weka_claude_code_small"
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nobody else will ever see this index, so its directory may be an overlay of a container.
     os.environ[FORCE_ENVIRONMENT] = "1"
     try:
-        with _terminable(), _place(screen, options.dir, options.keep) as place:
+        with interruptible(), _place(screen, options.dir, options.keep) as place:
             found = _demonstrate(screen, place, options.requests)
         screen.heading("Result")
         screen.table([*_rows(found), ("all of it took", duration(time.monotonic() - began), "")])
@@ -90,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m kvfs.sim.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvfs.demo", description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="replay so many at most")
     parser.add_argument("--dir", type=Path, help="where to make the temporary directory")
     parser.add_argument("--keep", action="store_true", help="leave the store behind, to look at")
@@ -98,21 +101,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.requests < 1:
         parser.error("--requests must be 1 or more")
     return options
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP end the program as Ctrl-C does, so that it cleans up."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -146,7 +134,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _remove(place: Place) -> None:
-    if tour.is_mounted(place.mount):
+    if at(str(place.mount)):
         print(f"{place.mount} is still mounted, so {place.root} stays", file=sys.stderr)
         return
     shutil.rmtree(place.root, ignore_errors=True)
@@ -241,7 +229,10 @@ def _rows(found: Findings) -> list[tuple[str, str, str]]:
         speed = result.rate(operation)
         return "" if speed is None else f"at {size(speed)}/s"
 
-    p50, p99 = (duration(result.percentile("check", share)) for share in (0.5, 0.99))
+    def within(share: float) -> str:
+        seconds = result.percentile("check", share)
+        return "-" if seconds is None else duration(seconds)
+
     share = f"{result.hit_rate:.1%} of the prompts"
     return [
         ("requests", f"{result.requests:,}", f"{sum(result.failures.values())} failures"),
@@ -249,11 +240,7 @@ def _rows(found: Findings) -> list[tuple[str, str, str]]:
         ("hit tokens", f"{result.hit_tokens:,}", share),
         ("put", size(result.bytes_put), rate("put")),
         ("fetched, verified", size(result.bytes_fetched), rate("fetch")),
-        ("check, median", p50, f"99 % within {p99}"),
+        ("check, median", within(0.5), f"99 % within {within(0.99)}"),
         ("compared", size(found.compared_bytes), f"{found.compared_tokens:,} tokens, all equal"),
         ("mounted tree", found.mounted, ""),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

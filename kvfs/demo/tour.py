@@ -16,8 +16,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfs.demo.screen import Screen
 from kvfs.errors import KvfsError
-from kvfs.sim.screen import Screen
+from kvfs.filesystems import at
 
 _COMMAND_SECONDS = 20.0
 
@@ -87,17 +88,11 @@ def _mount(place: Place) -> str:
 
 
 def unmount(place: Place) -> None:
-    if not is_mounted(place.mount):
+    if not at(str(place.mount)):
         return
     _kvctl(place, "umount", str(place.mount))
-    if is_mounted(place.mount) and (tool := shutil.which("fusermount3")):
+    if at(str(place.mount)) and (tool := shutil.which("fusermount3")):
         subprocess.run([tool, "-uz", str(place.mount)], capture_output=True, check=False)
-
-
-def is_mounted(path: Path) -> bool:
-    """As the kernel's table says: os.path.ismount is wrong about a mount whose process died."""
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as f:
-        return any(line.split(" ")[1] == str(path).replace(" ", "\\040") for line in f)
 
 
 def _use_tools(screen: Screen, place: Place, name: str) -> str:

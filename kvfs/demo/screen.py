@@ -85,22 +85,3 @@ class Screen:
     def _line(self, text: str) -> None:
         self._out.write(text + "\n")
         self._out.flush()
-
-
-def size(n: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 999.5 or unit == "GB":
-            return f"{n:.0f} {unit}" if unit in ("B", "kB") else f"{n:.2f} {unit}"
-        n /= 1000
-    raise AssertionError
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds for people; "-" for None."""
-    if seconds is None:
-        return "-"
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
