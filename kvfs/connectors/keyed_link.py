@@ -17,15 +17,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from kvfs.connectors.background import Background, within
+from kvfs.connectors.fetching import fetcher_of
 from kvfs.connectors.settings import KeyedSettings
 from kvfs.errors import KvfsError
-from kvfs.fetcher.engine import Fetcher
-from kvfs.fetcher.launch import Options
 from kvfs.follow.following import Following
 from kvfs.keys import Key
 from kvfs.layout import Identity
@@ -39,11 +40,23 @@ _REST_SECONDS = 5.0
 """Nothing is looked for so long after the storage has not answered a load in time."""
 _AT_ONCE_BYTES = 256 << 20
 """Loads are asked for in parts of this size, so that the first is copied while others come."""
+_NOT_OF_STORAGE = ("busy", "arena full", "fetcher gone", "fetcher silent", "cancelled")
+"""How the reasons begin that say nothing of the storage: the next load may well go through."""
 
 Give = Callable[[int, memoryview], None]
 """Takes a page's number among those asked for, and its bytes."""
 Take = Callable[[Sequence[int], memoryview], None]
 """Copies pages, by their numbers among those handed over, one after the other into a buffer."""
+
+
+class Loaded(NamedTuple):
+    """What a load brought."""
+
+    pages: int
+    """Leading pages that were handed over."""
+    lasting: bool
+    """The page behind them is bad or not stored: one may go on with the next. Else the storage did
+    not answer, or nothing could be asked for."""
 
 
 @dataclass(slots=True)
@@ -61,19 +74,20 @@ class Link:
         self, settings: KeyedSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """clock: seconds, which tell for how long the storage is let be. Raises KvfsError if the
-        store cannot be opened."""
+        store cannot be opened, RuntimeError if there are no threads; nothing is open then."""
         self.settings = settings
         self._clock = clock
-        self.store = Store.open(settings.store, index=settings.index or None)
-        self._following = Following(self.store).start()
-        self._fetcher: Fetcher | None = None
-        if settings.fetch == "process":
-            options = Options(arena_bytes=settings.arena_bytes)
-            self._fetcher = Fetcher(
-                self.store.path, self.store.uuid, options, report=self.store.report_bad
-            )
-            self._fetcher.ready(options.start_seconds)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvfs-store")
+        with ExitStack() as undo:
+            self.store = Store.open(settings.store, index=settings.index or None)
+            undo.callback(self.store.close)
+            self._writer = Background("kvfs-store")
+            undo.callback(self._writer.close, 0)
+            self._following = Following(self.store).start()
+            undo.callback(self._following.stop)
+            self._fetcher = None
+            if settings.fetch == "process":
+                self._fetcher = fetcher_of(self.store, settings.arena_bytes)
+            undo.pop_all()
         self._lock = threading.Lock()
         self._loading = 0
         self._idle = threading.Event()
@@ -111,37 +125,38 @@ class Link:
     def have(self, identity: Identity, keys: Sequence[Key]) -> list[bool]:
         """For each page whether it is stored."""
         ns = self._known(identity)
-        if ns is None or self._clock() < self._rest_until:
+        if ns is None or self._resting():
             return [False] * len(keys)
         return self.store.have_keys(ns, keys)
 
     def leading(self, identity: Identity, keys: Sequence[Key]) -> int:
         """How many leading pages are stored."""
         ns = self._known(identity)
-        if ns is None or self._clock() < self._rest_until:
+        if ns is None or self._resting():
             return 0
         return self.store.check_keys(ns, keys).stored_blocks
 
     # loads
 
-    def load(self, identity: Identity, keys: Sequence[Key], give: Give) -> int:
-        """Hands the leading pages that are stored and verify to `give`; returns how many."""
+    def load(self, identity: Identity, keys: Sequence[Key], give: Give) -> Loaded:
+        """Hands the leading pages that are stored and verify to `give`; none while the storage is
+        let be."""
         ns = self._known(identity)
-        if ns is None:
-            return 0
-        began, good = time.monotonic(), 0
+        if ns is None or self._resting():
+            return Loaded(0, ns is None)
+        began, good, lasting = time.monotonic(), 0, False
         step = max(1, min(_AT_ONCE_BYTES, self.settings.arena_bytes // 4) // ns.stride)
         with self._loads():
             while good < len(keys):
                 part = keys[good : good + step]
-                here = self._load(ns, part, lambda i, row, at=good: give(at + i, row))  # type: ignore[misc]
+                here, lasting = self._load(ns, part, lambda i, row, at=good: give(at + i, row))  # type: ignore[misc]
                 good += here
                 if here < len(part):
                     break
         self._moved(self._loaded, good, good * ns.row_bytes, time.monotonic() - began)
         self.count("loaded_pages", good)
         self.count("pages_not_loaded", len(keys) - good)
-        return good
+        return Loaded(good, lasting)
 
     @contextmanager
     def _loads(self) -> Iterator[None]:
@@ -156,36 +171,36 @@ class Link:
                 if not self._loading:
                     self._idle.set()
 
-    def _load(self, ns: Namespace, keys: Sequence[Key], give: Give) -> int:
+    def _load(self, ns: Namespace, keys: Sequence[Key], give: Give) -> Loaded:
         chain = ns.keys(keys)
         plan = self.store.check(ns, chain)
         wanted = plan.stored_blocks
         if not wanted:
-            return 0
+            return Loaded(0, True)
         if self._fetcher is None:
             got = self.store.fetch(ns, plan, chain, blocks=wanted)
             for i in range(got.blocks):
                 give(i, got.data[i * ns.row_bytes : (i + 1) * ns.row_bytes])
-            self._judge(got.reason or "", got.lasting)
-            return got.blocks
+            return self._judged(got.blocks, got.reason or "", got.lasting)
         seconds = self.settings.fetch_seconds
         with self._fetcher.fetch(ns, plan, chain, deadline=seconds, blocks=wanted) as ticket:
             good = ticket.wait()
             for i in range(good):
                 give(i, ticket.payload(i))
             if good and not ticket.held:
-                return 0
-            self._judge(ticket.reason, ticket.lasting)
-        if good:
-            self.store.note_hit(ns, plan, chain)
-        return good
+                return Loaded(0, False)
+            return self._judged(good, ticket.reason, ticket.lasting)
 
-    def _judge(self, reason: str, lasting: bool) -> None:
-        """The storage did not answer: let it be for a moment."""
+    def _judged(self, good: int, reason: str, lasting: bool) -> Loaded:
+        """A load that ended so. If the storage did not answer it is let be for a moment."""
         if reason:
             self.count("loads_short")
-            if not lasting:
+            if not lasting and not reason.startswith(_NOT_OF_STORAGE):
                 self._rest_until = self._clock() + _REST_SECONDS
+        return Loaded(good, lasting or not reason)
+
+    def _resting(self) -> bool:
+        return self._clock() < self._rest_until
 
     # stores
 
@@ -278,20 +293,23 @@ class Link:
     # the end
 
     def close(self) -> None:
-        """Waits for stores under way, as long as one may take, and lets the store go."""
-        late = threading.Thread(target=self._writer.shutdown, daemon=True)
-        late.start()
-        late.join(self.settings.save_seconds)
-        self._following.stop()
+        """Waits for stores under way, as long as one may take, and lets the store go. What hangs
+        is left behind: it does not keep the process from ending."""
+        ended = self._writer.close(self.settings.save_seconds)
         if self._fetcher is not None:
             self._fetcher.close()
-        if late.is_alive():
+        if not ended:
             log.warning("%s: a store did not end", self.store.path)
-            return
+        leave = self._leave if ended else self._following.stop
         try:
-            self.store.close()
+            if not within(self.settings.save_seconds, leave):
+                log.warning("%s: it does not answer, and is left as it is", self.store.path)
         except KvfsError as e:
             log.warning("%s: %s", self.store.path, e)
+
+    def _leave(self) -> None:
+        self._following.stop()
+        self.store.close()
 
 
 def _missing(there: Sequence[bool], most: int) -> Iterator[tuple[int, int]]:

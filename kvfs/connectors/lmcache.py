@@ -14,8 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
+from kvfs.connectors.background import Background
+from kvfs.connectors.guard import never_raises
 from kvfs.connectors.keyed_link import Link
 from kvfs.connectors.lmcache_identity import Identities, Layout, grouped
 from kvfs.connectors.lmcache_settings import Settings
@@ -68,7 +72,8 @@ class Outcomes:
     def close(self) -> None:
         with self._lock:
             fd, self.fd = self.fd, -1
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 class KvfsL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's own types are not looked at
@@ -78,13 +83,18 @@ class KvfsL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's own types a
         """params: see kvfs.connectors.lmcache_settings. Raises KvfsError for settings that are
         wrong and for a store that cannot be opened: the server does not start."""
         super().__init__()
-        settings, models = Settings.parse(params)
-        self._link = Link(settings)
+        self._settings, models = Settings.parse(params)
+        settings = self._settings
+        with ExitStack() as undo:
+            self._link = Link(settings)
+            undo.callback(self._link.close)
+            self._storing = Background("kvfs-l2-store")
+            undo.callback(self._storing.close, 0)
+            self._loading = Background("kvfs-l2-load", _LOADERS)
+            undo.pop_all()
         cache = Path(settings.index or default_root()) / "digests"
         self._identities = Identities(settings, models, _version(), cache)
         self._stores, self._lookups, self._loads = Outcomes(), Outcomes(), Outcomes()
-        self._storing = ThreadPoolExecutor(1, thread_name_prefix="kvfs-l2-store")
-        self._loading = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kvfs-l2-load")
         self._said: set[str] = set()
 
     def get_store_event_fd(self) -> int:
@@ -99,10 +109,8 @@ class KvfsL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's own types a
     # stores
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        task = self._stores.begin()
-        self._storing.submit(self._run, self._stores, task, L2StoreResult(False, 0), self._store,
-                             keys, objects)  # fmt: skip
-        return task
+        return self._begin(self._storing, self._stores, L2StoreResult(False, 0), self._store,
+                           keys, objects)  # fmt: skip
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         return self._stores.take_all()
@@ -149,10 +157,8 @@ class KvfsL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's own types a
     # loads
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        task = self._loads.begin()
-        self._loading.submit(self._run, self._loads, task, Bitmap(len(keys)), self._load, keys,
-                             objects)  # fmt: skip
-        return task
+        return self._begin(self._loading, self._loads, Bitmap(len(keys)), self._load, keys,
+                           objects)  # fmt: skip
 
     def query_load_result(self, task_id: int) -> Any:
         return self._loads.take(task_id)
@@ -174,19 +180,42 @@ class KvfsL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's own types a
         self, identity: Identity, keys: list[Any], objects: list[Any], row: list[int]
     ) -> list[int]:
         """Loads objects of one identity; behind one that is bad it goes on with the next, since a
-        sliding window needs the last chunks and not the first."""
+        sliding window needs the last chunks and not the first. Not where the storage does not
+        answer: each of the others would wait as long."""
         done: list[int] = []
         while row:
 
             def give(i: int, data: memoryview, row: list[int] = row) -> None:
                 _bytes(objects[row[i]])[:] = data
 
-            good = self._link.load(identity, [keys[i].chunk_hash for i in row], give)
+            good, lasting = self._link.load(identity, [keys[i].chunk_hash for i in row], give)
             done += row[:good]
+            if not lasting:
+                break
             row = row[good + 1 :]
         return done
 
     # whatever goes wrong
+
+    def _begin(
+        self, on: Background, outcomes: Outcomes, failed: Any, work: Callable[..., Any],
+        *args: Any,
+    ) -> int:  # fmt: skip
+        """A task on a thread of ours. One that is dropped at the end, or not taken any more, has
+        failed: LMCache waits for each."""
+        task = outcomes.begin()
+        try:
+            future = on.submit(self._run, outcomes, task, failed, work, *args)
+        except RuntimeError:  # it was closed
+            outcomes.end(task, failed)
+            return task
+
+        def dropped(future: Future[None]) -> None:
+            if future.cancelled():
+                outcomes.end(task, failed)
+
+        future.add_done_callback(dropped)
+        return task
 
     def _run(
         self, outcomes: Outcomes, task: int, failed: Any, work: Callable[..., Any], *args: Any
@@ -209,14 +238,26 @@ class KvfsL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's own types a
 
     # about the adapter
 
+    @never_raises(lambda self: {"is_healthy": True})
     def report_status(self) -> dict[str, Any]:
         counters = dict(self._link.counters)
         return {"is_healthy": True, "store": str(self._link.store.path), **counters}
 
+    def went_wrong(self) -> None:
+        self._link.count("errors")
+
+    @never_raises(lambda self: None)
     def close(self) -> None:
-        self._storing.shutdown()
-        self._loading.shutdown()
-        self._link.close()
+        """Stores and loads what is waiting, for `save_seconds` at most."""
+        until = time.monotonic() + self._settings.save_seconds
+        ended = [
+            threads.close(max(0.0, until - time.monotonic()))
+            for threads in (self._storing, self._loading)
+        ]
+        if all(ended):
+            self._link.close()
+        else:
+            log.warning("%s: a task did not end", self._link.store.path)
         for outcomes in (self._stores, self._lookups, self._loads):
             outcomes.close()
 

@@ -20,9 +20,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import sglang
 from sglang.srt.mem_cache.hicache_storage import (
@@ -32,6 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvfs.connectors.guard import Untold, never_raises
 from kvfs.connectors.keyed_link import Link
 from kvfs.connectors.sglang_hits import Need, restorable
 from kvfs.connectors.sglang_identity import Model, identity_of, model_of
@@ -44,12 +44,7 @@ from kvfs.layout import Identity
 __all__ = ["KvfsHiCache"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _KV = PoolName.KV.value
-
-
-class _NotStored(InputError):
-    """A pool that cannot be stored, which was told when that was found out."""
 
 
 class _Pool(NamedTuple):
@@ -59,33 +54,13 @@ class _Pool(NamedTuple):
     pages: Pages
 
 
-def _never_raises(miss: Callable[..., T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Turns whatever goes wrong into a miss: `miss` is called with the method's arguments."""
-
-    def decorate(method: Callable[..., T]) -> Callable[..., T]:
-        @wraps(method)
-        def call(self: KvfsHiCache, *args: Any, **named: Any) -> T:
-            link = self._link
-            if link is not None:
-                try:
-                    return method(self, *args, **named)
-                except _NotStored:
-                    pass
-                except Exception:
-                    link.count("errors")
-                    log.warning("%s failed; it counts as a miss", method.__name__, exc_info=True)
-            return miss(*args, **named)
-
-        return call
-
-    return decorate
-
-
-def _none_of(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
+def _none_of(backend: Any, keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
     return [False] * len(keys)
 
 
-def _none_of_pools(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[str, list[bool]]:
+def _none_of_pools(
+    backend: Any, transfers: Sequence[Any], *_: Any, **__: Any
+) -> dict[str, list[bool]]:
     return {t.name: [False] * len(t.keys or ()) for t in transfers}
 
 
@@ -105,8 +80,8 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
         try:
             self._model = self._find_model()
             self._link = Link(self._settings)
-        except KvfsError as e:
-            log.warning("kvfs is off: %s", e)
+        except Exception as e:
+            log.warning("kvfs is off: %s", e, exc_info=not isinstance(e, KvfsError))
 
     def _find_model(self) -> Model:
         digests = Path(self._settings.index or default_root()) / "digests"
@@ -124,14 +99,15 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
         self.registered_pools[_name(host_pool_name)] = host_pool
 
     def _pool(self, name: str, *, flat: bool = False) -> _Pool:
-        """A pool by name. Raises InputError for one that is not there or cannot be stored."""
+        """A pool by name. Raises Untold for one that is not there or cannot be stored."""
+        self._used()  # or nothing is asked of SGLang's memory
         with self._lock:
             key = name, flat
             if key not in self._pools:
                 self._pools[key] = self._make(name, flat)
             pool = self._pools[key]
         if pool is None:
-            raise _NotStored(f"pool {name} is not stored")
+            raise Untold(f"pool {name} is not stored")
         return pool
 
     def _make(self, name: str, flat: bool) -> _Pool | None:
@@ -155,15 +131,15 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # look-up
 
-    @_never_raises(lambda key: False)
+    @never_raises(lambda self, key: False)
     def exists(self, key: str) -> bool:
         return self._used().leading(self._kv().identity, [key]) == 1
 
-    @_never_raises(lambda keys, extra_info=None: 0)
+    @never_raises(lambda self, keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         return self._used().leading(self._kv().identity, keys)
 
-    @_never_raises(lambda keys, pool_transfers=None, extra_info=None: PoolTransferResult.empty())
+    @never_raises(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
@@ -188,11 +164,11 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # pages as tensors
 
-    @_never_raises(lambda key, *_, **__: None)
+    @never_raises(lambda *_, **__: None)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self._get([key], [target_location])[0]
 
-    @_never_raises(lambda keys, *_, **__: [None] * len(keys))
+    @never_raises(lambda self, keys, *_, **__: [None] * len(keys))
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
@@ -207,16 +183,16 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
             data = tensor_of(row, _dtype(pool.pages) if target is None else target.dtype)
             out[page] = data if target is None else target.view(-1).copy_(data).view(target.shape)
 
-        good = self._used().load(pool.identity, keys, give)
+        good, _ = self._used().load(pool.identity, keys, give)
         return out[:good] + [None] * (len(keys) - good)
 
-    @_never_raises(lambda key, *_, **__: False)
+    @never_raises(lambda *_, **__: False)
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
         return self._set([key], [value])
 
-    @_never_raises(lambda keys, *_, **__: False)
+    @never_raises(lambda *_, **__: False)
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None,
         target_sizes: Any = None,
@@ -235,32 +211,32 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # pages by pointer, and several pools
 
-    @_never_raises(_none_of)
+    @never_raises(_none_of)
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         return self._load(self._pool(_KV), keys, host_indices)
 
-    @_never_raises(_none_of)
+    @never_raises(_none_of)
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         return self._save(self._pool(_KV), keys, host_indices, extra_info)
 
-    @_never_raises(_none_of_pools)
+    @never_raises(_none_of_pools)
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return {t.name: self._get_pool(t) for t in transfers}
 
-    @_never_raises(_none_of_pools)
+    @never_raises(_none_of_pools)
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return {t.name: self._set_pool(t, extra_info) for t in transfers}
 
-    @_never_raises(lambda transfer: _none_of(transfer.keys or ()))
+    @never_raises(lambda self, transfer: _none_of(self, transfer.keys or ()))
     def _get_pool(self, transfer: Any) -> list[bool]:
         keys = list(transfer.keys or ())
         return self._load(self._of(transfer), keys, transfer.host_indices)
 
-    @_never_raises(lambda transfer, extra_info: _none_of(transfer.keys or ()))
+    @never_raises(lambda self, transfer, extra_info: _none_of(self, transfer.keys or ()))
     def _set_pool(self, transfer: Any, extra_info: Any) -> list[bool]:
         keys = list(transfer.keys or ())
         return self._save(self._of(transfer), keys, transfer.host_indices, extra_info)
@@ -271,7 +247,7 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _load(self, pool: _Pool, keys: Sequence[str], indices: Any) -> list[bool]:
         _check(pool, keys, indices)
-        good = self._used().load(
+        good, _ = self._used().load(
             pool.identity, keys, lambda page, row: pool.pages.give(indices, page, row)
         )
         return [True] * good + [False] * (len(keys) - good)
@@ -288,9 +264,14 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
     # the rest
 
     def _used(self) -> Link:
+        """Raises Untold where kvfs is off."""
         if self._link is None:
-            raise InputError("kvfs is off")
+            raise Untold("kvfs is off")
         return self._link
+
+    def went_wrong(self) -> None:
+        if self._link is not None:
+            self._link.count("errors")
 
     def clear(self) -> None:
         """SGLang asks for this when what is stored may not be used any more, as when the weights
@@ -299,36 +280,28 @@ class KvfsHiCache(HiCacheStorage):  # type: ignore[misc]
         log.warning("asked to clear the storage: kvfs is off until the backend is attached again")
         self.close()
 
+    @never_raises(lambda *_: None)
     def get_stats(self) -> Any:
         """What SGLang's metrics are made of: pages and GB/s of each transfer since the last."""
-        link = self._link
-        if link is None:
-            return None
-        try:
-            from sglang.srt.observability.metrics_collector import StorageMetrics
+        link = self._used()
+        from sglang.srt.observability.metrics_collector import StorageMetrics
 
-            loaded, saved = link.transferred()
-            return StorageMetrics(
-                loaded.pages, saved.pages,
-                [rate / 1e9 for rate in loaded.bytes_per_second],
-                [rate / 1e9 for rate in saved.bytes_per_second],
-            )  # fmt: skip
-        except Exception:
-            log.warning("no storage metrics", exc_info=True)
-            return None
+        loaded, saved = link.transferred()
+        return StorageMetrics(
+            loaded.pages, saved.pages,
+            [rate / 1e9 for rate in loaded.bytes_per_second],
+            [rate / 1e9 for rate in saved.bytes_per_second],
+        )  # fmt: skip
 
     def counters(self) -> dict[str, int]:
         """Pages loaded, stored, dropped and so on by this process since it began."""
         return {} if self._link is None else dict(self._link.counters)
 
+    @never_raises(lambda *_: None)
     def close(self) -> None:
         link, self._link = self._link, None
-        if link is None:
-            return
-        try:
+        if link is not None:
             link.close()
-        except Exception:
-            log.warning("closing the store", exc_info=True)
 
 
 def _name(name: Any) -> str:

@@ -225,7 +225,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
             with self._chunk(stretch.chunk_ids[i]) as chunk:
                 chunk[:] = row
 
-        return self._link.load(self._identities[stretch.group], stretch.keys, give)
+        return self._link.load(self._identities[stretch.group], stretch.keys, give).pages
 
     # the end
 

@@ -75,11 +75,12 @@ class Fetcher:
         self._thread.start()
 
     @classmethod
-    def of(cls, store: Reporting, options: Options | None = None) -> Fetcher:
-        """One that tells the store what it finds bad, what it hits, and why it misses."""
+    def of(cls, store: Reporting, options: Options | None = None, *, hit: bool = True) -> Fetcher:
+        """One that tells the store what it finds bad, why it misses, and, unless `hit` is False,
+        what it hits."""
         return cls(
-            store.path, store.uuid, options, report=store.report_bad, hit=store.note_hit,
-            miss=store.note_miss,
+            store.path, store.uuid, options, report=store.report_bad,
+            hit=store.note_hit if hit else None, miss=store.note_miss,
         )  # fmt: skip
 
     def fetch(

@@ -11,9 +11,11 @@ import hashlib
 import inspect
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -40,6 +42,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from vllm_support import Place, Vllm, said
 from vllm_tiny import make, prompt
 
+from kvfs.connectors.keyed_link import Loaded
 from kvfs.connectors.lmcache import KvfsL2
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -193,6 +196,85 @@ def test_objects_whose_files_are_gone_are_misses(place: Place) -> None:
     for segment in place.segments():
         segment.unlink()
     assert found(place, keys(), fetch="inline") == 0
+
+
+@pytest.fixture
+def l2(place: Place) -> Iterator[KvfsL2]:
+    """The adapter alone."""
+    made = KvfsL2(place.settings(chunk_size=128, weights="rev1", fetch="inline", save_seconds=0.05))
+    yield made
+    made.close()
+
+
+class Obj:
+    """As little of one of LMCache's objects in memory as is looked at."""
+
+    def __init__(self) -> None:
+        self.byte_array = bytearray(64)
+
+    def get_shapes(self) -> list[Any]:
+        return [torch.Size([16])]
+
+    def get_dtypes(self) -> list[Any]:
+        return [torch.float32]
+
+    def get_size(self) -> int:
+        return 64
+
+
+def ended(outcomes: Any, task: int) -> Any:
+    """The result of a task, when there is one."""
+    poll = select.poll()
+    poll.register(outcomes.fd, select.POLLIN)
+    while (result := outcomes.take(task)) is None:
+        assert poll.poll(WAIT_SECONDS * 1000), "the task does not end"
+        os.eventfd_read(outcomes.fd)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("lasting", "asked", "loaded"), [(False, [5], 1), (True, [5, 3, 1], 3)], ids=["away", "bad"]
+)
+def test_chunks_behind_one_that_is_bad_are_tried(
+    l2: KvfsL2, monkeypatch: pytest.MonkeyPatch, lasting: bool, asked: list[int], loaded: int
+) -> None:
+    """Not where the storage does not answer: each would wait for its deadline."""
+    seen: list[int] = []
+
+    def load(identity: Any, some: list[bytes], give: Any) -> Loaded:
+        seen.append(len(some))
+        return Loaded(1, lasting or len(some) == 1)
+
+    monkeypatch.setattr(l2._link, "load", load)
+    task = l2.submit_load_task(keys(), [Obj() for _ in keys()])
+    assert ended(l2._loads, task).popcount() == loaded
+    assert seen == asked
+
+
+def test_tasks_that_are_dropped_at_the_end_have_failed(
+    l2: KvfsL2, monkeypatch: pytest.MonkeyPatch, expect_logs: Any
+) -> None:
+    """The end does not wait for all that is queued, and LMCache is told of each task."""
+    expect_logs("a task did not end")
+    held, go = threading.Event(), threading.Event()
+
+    def save(*_: Any, **__: Any) -> list[bool]:
+        held.set()
+        go.wait()
+        return [True]
+
+    monkeypatch.setattr(l2._link, "save", save)
+    first, second = (l2.submit_store_task(keys(1), [Obj()]) for _ in range(2))
+    assert held.wait(WAIT_SECONDS)
+    monkeypatch.setattr(l2._stores, "close", lambda: None)
+    l2.close()
+    assert not ended(l2._stores, second).is_successful()
+    go.set()
+    assert l2._storing.close(WAIT_SECONDS)
+    assert ended(l2._stores, first).is_successful()
+    late = l2.submit_store_task(keys(1), [Obj()])
+    assert not ended(l2._stores, late).is_successful()
+    monkeypatch.undo()  # and now all is closed
 
 
 def test_a_store_that_cannot_be_opened_stops_the_start(place: Place, tmp_path: Path) -> None:

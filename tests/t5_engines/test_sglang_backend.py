@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,9 @@ from sglang_fake import FakePool, HiCacheStorageConfig
 from vllm_support import Place
 
 from kvfs.backend import PosixBackend
+from kvfs.connectors.background import Background
 from kvfs.errors import InputError
+from kvfs.fetcher.ticket import Ticket
 from kvfs.store import Store
 from kvfs.testing.faults import Fail, FaultyBackend, Hold
 from kvfs.testing.stock import flip
@@ -143,6 +147,18 @@ def test_through_the_fetch_process(make: Make) -> None:
     second = make(other, interface_v1=1, **small)
     assert second.batch_get_v1(KEYS[:8], other.indices(list(range(8)))) == [True] * 6 + [False] * 2
     assert all(same(pool, i, other, i) for i in range(6))
+
+
+def test_misses_of_the_fetch_process_are_counted_by_reason(make: Make, place: Place) -> None:
+    """Where `kvctl stats` has them from."""
+    pool, small = filled(), {"fetch": "process", "arena_bytes": 32 << 20, "fetch_seconds": 60.0}
+    backend = make(pool, interface_v1=1, **small)
+    backend.batch_set_v1(KEYS[:6], pool.indices(list(range(6))))
+    (path,) = place.segments()
+    flip(str(path), 4096 + 3 * 4096 + 5)
+    assert backend.batch_get_v1(KEYS[:6], pool.indices(list(range(6)))).count(True) == 3
+    counted = [k for k in backend._link.store.stats() if k.startswith("fetch_miss.")]
+    assert counted == ["fetch_miss.checksum_of_part_kv"]
 
 
 def transfer(
@@ -386,8 +402,32 @@ def test_storage_that_did_not_answer_is_not_asked_for_a_moment(
     with faults.during("readv", do=Fail(errno.ETIMEDOUT), times=None):
         backend.batch_get_v1(KEYS[:3], pool.indices([0, 1, 2]))
     assert backend.batch_exists(KEYS) == 0
+    assert backend.batch_get_v1(KEYS[:3], pool.indices([0, 1, 2])) == [False] * 3
+    assert backend.counters()["loads_short"] == 1  # the storage was asked once
     now += 2 * PARTS.link._REST_SECONDS
     assert backend.batch_exists(KEYS) == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "found"),
+    [
+        ("deadline", 0), ("backend down: no answer for 5.0 s", 0), ("busy: 128 tickets", 3),
+        ("arena full", 3), ("fetcher gone: it hung up", 3), ("fetcher silent: no answer", 3),
+    ],
+)  # fmt: skip
+def test_only_storage_that_does_not_answer_is_let_be(
+    make: Make, monkeypatch: pytest.MonkeyPatch, reason: str, found: int
+) -> None:
+    """Not a fetch process that is busy or gone: what is stored may be had a moment later."""
+    pool = filled()
+    backend = make(pool, interface_v1=1)
+    backend.batch_set_v1(KEYS[:3], pool.indices([0, 1, 2]))
+    fetcher = SimpleNamespace(
+        fetch=lambda ns, *_, **__: Ticket.missed(ns, 0, reason), close=lambda: None
+    )
+    monkeypatch.setattr(backend._link, "_fetcher", fetcher)
+    assert backend.batch_get_v1(KEYS[:3], pool.indices([0, 1, 2])) == [False] * 3
+    assert backend.batch_exists(KEYS) == found
 
 
 @pytest.mark.expect_logs("not stored: not within 0.05 s")
@@ -411,6 +451,51 @@ def test_a_store_that_hangs_is_given_up_and_its_memory_is_not_read_again(
     other = FakePool()
     assert make(other, interface_v1=1).batch_get_v1(KEYS[:1], other.indices([0])) == [True]
     assert torch.equal(other.page(0), page)
+
+
+def test_a_store_that_hangs_does_not_keep_the_process(place: Place) -> None:
+    """Whose threads are left behind, not waited for."""
+    script = (
+        "import sys, threading\n"
+        "from kvfs.connectors.keyed_link import Link\n"
+        "from kvfs.connectors.settings import KeyedSettings\n"
+        "link = Link(KeyedSettings(*sys.argv[1:], save_seconds=0.05, fetch='inline'))\n"
+        "link._writer.submit(threading.Event().wait)\n"
+        "link.close()\n"
+    )
+    command = [sys.executable, "-c", script, str(place.store), str(place.index)]
+    subprocess.run(command, check=True, timeout=60, stderr=subprocess.DEVNULL)
+
+
+def test_without_threads_it_is_off(
+    make: Make, monkeypatch: pytest.MonkeyPatch, expect_logs: Any
+) -> None:
+    """And nothing stays open: the run's end looks for that."""
+    expect_logs(f"{OFF}: can't start new thread")
+
+    def refuse(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = filled()
+    with monkeypatch.context() as patched:
+        patched.setattr(PARTS.link.Following, "start", refuse)
+        backend = make(pool, interface_v1=1)
+    off(backend, pool)
+
+
+def test_what_was_submitted_is_done_or_cancelled() -> None:
+    background, go, started = Background("t"), threading.Event(), threading.Event()
+    first = background.submit(lambda: (started.set(), go.wait())[1])
+    second = background.submit(lambda: 2)
+    assert started.wait(60) and not background.close(0) and second.cancelled()
+    go.set()
+    assert first.result(60) and background.close(60)
+    with pytest.raises(RuntimeError, match="closed"):
+        background.submit(lambda: 3)
+    failing = Background("t", threads=2)
+    assert isinstance(failing.submit(lambda: 1 // 0).exception(60), ZeroDivisionError)
+    last = failing.submit(lambda: 4)
+    assert failing.close(60) and last.result() == 4
 
 
 def test_stores_are_dropped_before_loads_are_delayed(
