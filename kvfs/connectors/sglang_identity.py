@@ -29,7 +29,6 @@ _ARGUMENTS = (
     "enable_fp32_lm_head", "speculative_algorithm",
 )  # fmt: skip
 _ADAPTER = ("adapter_config.json", "new_embeddings.safetensors", *WEIGHTS)
-_DRAFT = "draft"
 _SHARDED = frozenset({"mamba"})
 """Pools that each tensor rank has its own share of, also where the KV is the same on all."""
 
@@ -40,9 +39,8 @@ class Model:
 
     name: str
     weights: str
-    """Revision or digest of weights and configuration."""
-    draft: str = ""
-    """The same of the draft model; "" if there is none, or it cannot be told."""
+    """Revision or digest of weights and configuration, and of the draft model's weights: its layers
+    may be packed into the same pages."""
 
 
 def model_of(args: Any, hf_config: Any, weights: str, cache: str | os.PathLike[str]) -> Model:
@@ -55,14 +53,11 @@ def model_of(args: Any, hf_config: Any, weights: str, cache: str | os.PathLike[s
     found = weights or _weights(path, args, getattr(hf_config, "_commit_hash", None), cache)
     name = os.path.basename(path.rstrip("/")) or "model"
     whole = f"{found} config:{_configuration(args, hf_config, cache)}"
-    draft = getattr(args, "speculative_draft_model_path", None)
+    draft = str(getattr(args, "speculative_draft_model_path", None) or "")
     if not draft:
         return Model(name, whole)
-    try:
-        of_draft = _weights(str(draft), args, None, cache)
-    except InputError:
-        return Model(name, whole)  # its pools alone are not stored
-    return Model(name, whole, f"{whole} draft:{of_draft}")
+    of_draft = found if draft == path else _weights(draft, args, None, cache)
+    return Model(name, f"{whole} draft:{of_draft}")
 
 
 def _weights(path: str, args: Any, commit: Any, cache: str | os.PathLike[str]) -> str:
@@ -77,9 +72,9 @@ def _weights(path: str, args: Any, commit: Any, cache: str | os.PathLike[str]) -
     for revision in (commit, getattr(args, field, None)):
         if revision and COMMIT.fullmatch(str(revision)):
             return f"{path}@{revision}"
-    raise InputError(
-        f"the revision of the weights of {path} cannot be told: give `weights` in {WHERE}"
-    )
+    option = f"--{field.replace('_', '-')}"
+    wanted = f"give `weights` in {WHERE}" if of_main else f"give {option} its commit"
+    raise InputError(f"the revision of the weights of {path} cannot be told: {wanted}")
 
 
 def _configuration(args: Any, hf_config: Any, cache: str | os.PathLike[str]) -> str:
@@ -130,17 +125,14 @@ def identity_of(
     """The identity of the pages of a pool.
 
     config: SGLang's HiCacheStorageConfig; name: of the pool; version: of SGLang. Raises InputError
-    for a draft model whose weights cannot be told.
+    for context parallelism of decoding, whose ranks each have other tokens of a page.
     """
-    weights = model.weights
-    if name.startswith(_DRAFT):
-        if not model.draft:
-            raise InputError(f"pool {name}: the weights of the draft model cannot be told")
-        weights = model.draft
+    if getattr(config, "dcp_size", 1) > 1:
+        raise InputError("decode context parallelism is not supported")
     digest = blake2b(pages.description.encode(), digest_size=8).hexdigest()
     return Identity(
         model=model.name,
-        weights=weights,
+        weights=model.weights,
         tokenizer="none",
         spans=(Span(0, name, 0, pages.row_bytes),),
         row_bytes=pages.row_bytes,

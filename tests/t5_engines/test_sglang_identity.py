@@ -151,25 +151,39 @@ def test_a_draft_model_has_weights_of_its_own(
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"draft")
+    plain = told(args_of(weights))
     model = told(args_of(weights, speculative_draft_model_path=str(draft)))
-    assert model.draft.startswith(f"{model.weights} draft:xxh3:")
-    unknown = told(args_of(weights, speculative_draft_model_path="org/draft"))
-    assert (unknown.weights, unknown.draft) == (model.weights, "")
-
+    assert model.weights.startswith(f"{plain.weights} draft:xxh3:")
+    (draft / "model.safetensors").write_bytes(b"trained on")
+    again = told(args_of(weights, speculative_draft_model_path=str(draft)))
+    assert again.weights != model.weights
     pool = FakePool()
-    pages = pages_of(pool)
-    own = identity_of(model, CONFIG, "draft", pool, pages, "", "0.5.23")
-    assert own.weights == model.draft
-    assert identity_of(model, CONFIG, "kv", pool, pages, "", "0.5.23").weights == model.weights
-    with pytest.raises(InputError, match="draft model"):
-        identity_of(unknown, CONFIG, "draft_swa", pool, pages, "", "0.5.23")
+    for name in ("kv", "draft"):  # some draft models' layers are packed into the KV's pages
+        own = identity_of(model, CONFIG, name, pool, pages_of(pool), "", "0.5.23")
+        assert own.weights == model.weights
+
+
+def test_the_draft_model_of_a_hub(weights: Path, told: Callable[..., Model]) -> None:
+    of_hub = {"speculative_draft_model_path": "org/draft"}
+    with pytest.raises(InputError, match="give --speculative-draft-model-revision its commit"):
+        told(args_of(weights, **of_hub))
+    known = told(args_of(weights, **of_hub, speculative_draft_model_revision=COMMIT))
+    assert known.weights.endswith(f" draft:org/draft@{COMMIT}")
+    same = args_of("org/model", speculative_draft_model_path="org/model")
+    assert told(same, given="rev1").weights.endswith(" draft:rev1")
+
+
+def test_ranks_that_share_out_the_tokens_of_a_page_are_refused() -> None:
+    pool, config = FakePool(), SimpleNamespace(**vars(CONFIG), dcp_size=2, dcp_rank=1)
+    with pytest.raises(InputError, match="decode context parallelism"):
+        identity_of(Model("m", "w"), config, "kv", pool, pages_of(pool), "", "0.5.23")
 
 
 def test_ranks() -> None:
     class MHATokenToKVPoolHost(FakePool):
         """Of a draft model without latent attention."""
 
-    model, pool = Model("m", "w", "d"), FakePool()
+    model, pool = Model("m", "w"), FakePool()
 
     def partition(name: str, own: Any = pool, **config: Any) -> Partition:
         return identity_of(
