@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from kvfs.connectors.lmcache_settings import WHERE, Settings
 from kvfs.errors import InputError
 from kvfs.layout import EXTERNAL_HASH, Identity, Span
 
+_KEPT = 1024
+"""Identities that are kept at once: salts may be as many as tenants, or as requests."""
 LEAST_KEY_BYTES = 16
 """A chunk's key that is shorter than this does not tell prefixes apart for certain."""
 
@@ -47,7 +50,7 @@ class Layout:
 
 
 class Identities:
-    """The identities of the objects that one server keeps; each is made once."""
+    """The identities of the objects that one server keeps; those used last are not made anew."""
 
     def __init__(
         self, settings: Settings, models: Mapping[str, str], version: str, cache: Path
@@ -59,7 +62,7 @@ class Identities:
         self._version = version
         self._cache = cache
         self._weights: dict[str, str] = {}
-        self._made: dict[tuple[Any, ...], Identity] = {}
+        self._made = lru_cache(_KEPT)(self._make)
 
     def of(self, key: Any, layout: Layout) -> Identity:
         """The identity of an object. Raises InputError if its model or its key says too little."""
@@ -68,11 +71,7 @@ class Identities:
                 f"keys of {len(key.chunk_hash)} bytes are too short to tell prefixes apart: start "
                 "the server with --hash-algorithm blake3"
             )
-        about = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, layout)
-        made = self._made.get(about)
-        if made is None:
-            made = self._made[about] = self._make(*about)
-        return made
+        return self._made(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, layout)
 
     def _make(self, model: str, rank: int, group: int, salt: str, layout: Layout) -> Identity:
         digest = blake2b(layout.description.encode(), digest_size=8).hexdigest()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvfs.connectors import lmcache_identity
 from kvfs.connectors.lmcache_identity import Identities, Layout, grouped
 from kvfs.connectors.lmcache_settings import Settings
 from kvfs.errors import InputError
@@ -53,6 +54,17 @@ def test_whatever_shapes_the_bytes_parts_the_namespaces(tmp_path: Path) -> None:
         identities(tmp_path, weights="rev1", salt="0:alice").of(key(), LAYOUT),
     ]
     assert len({i.fingerprint for i in made}) == len(made)
+
+
+def test_identities_are_kept_and_not_without_bound(tmp_path: Path) -> None:
+    """A salt may be a tenant's, or of one request alone."""
+    made = identities(tmp_path, weights="rev1")
+    first = made.of(key(), LAYOUT)
+    assert made.of(key(), LAYOUT) is first
+    for i in range(lmcache_identity._KEPT):
+        made.of(key(salt=f"tenant{i}"), LAYOUT)
+    again = made.of(key(), LAYOUT)
+    assert again == first and again is not first
 
 
 def test_a_name_alone_is_not_an_identity(tmp_path: Path) -> None:
