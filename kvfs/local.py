@@ -90,7 +90,9 @@ class LocalStore:
             if self._closed:
                 return
             self._closed = True
+        try:  # without the lock: what is waited for may want it
             self._finish()
+        finally:
             with contextlib.suppress(KvfsError):
                 self.flush_counters()
             self.index.close()

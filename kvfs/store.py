@@ -156,13 +156,16 @@ class Store(NoticeStore):
 
     def _finish(self) -> None:
         """Publishes the renewals that are due and seals this process's files."""
-        self._renewer.close()
-        if self._writer is not None:
-            self._writer.close()
-        if self._reader is not None:
-            self._reader.close()
-        if self._owns_backend:
-            self.backend.release()
+        with contextlib.ExitStack() as left:  # one after another, whatever becomes of each
+            if self._owns_backend:
+                left.callback(self.backend.release)
+            left.callback(self._close_files)
+            self._renewer.close()
+
+    def _close_files(self) -> None:
+        for files in (self._writer, self._reader):
+            if files is not None:
+                files.close()
 
     # the other questions, and put
 

@@ -14,6 +14,8 @@ from kvfs import removal
 from kvfs.backend.select import open_backend
 from kvfs.chain_entries import KeepEntry
 from kvfs.errors import BackendError, InputError
+from kvfs.frames import Entry
+from kvfs.segment import END_BYTES, decode_end
 from kvfs.store import Store
 from kvfs.testing.faults import Fail, FaultyBackend
 from kvfs.testing.stock import START, Stock, tokens
@@ -171,6 +173,100 @@ def test_the_thread_publishes_by_itself(stock: Stock) -> None:
     stock.good(A)
     assert published.wait(20)
     assert expires(stock, A) == [4]
+
+
+def test_a_bug_in_one_turn_neither_ends_the_thread_nor_loses_hits(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch, expect_logs: Any
+) -> None:
+    expect_logs("renewing what was hit")
+    monkeypatch.setattr("kvfs.periodic.FAULT_SECONDS", 0.0)
+    stock.put(A, ttl_class="agent")
+    stock.clock.now = START + DAY
+    renewer = stock.store._renewer
+    due, failed, published = renewer._due, threading.Event(), threading.Event()
+
+    def first_fails(hits: Any) -> list[Entry]:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("a bug")
+        published.set()
+        return due(hits)
+
+    monkeypatch.setattr(renewer, "_due", first_fails)
+    renewer.flush_seconds = 0.01
+    stock.good(A)
+    assert published.wait(20)
+    stock.store.close()
+    assert expires(stock.another(), A) == [4]
+
+
+def test_a_namespace_that_the_index_does_not_know_yet(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment an index that is begun anew knows none."""
+    stock.put(A, ttl_class="agent")
+    stock.clock.now = START + DAY
+    stock.good(A)
+    with monkeypatch.context() as patched:
+        patched.setattr(stock.store.index, "namespaces", dict)
+        assert stock.store.flush_renewals() == 0
+
+
+def test_hits_beyond_the_most_are_counted(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfs.renewal.MOST_WAITING", 1)
+    for prompt in (A, B):
+        stock.put(prompt, ttl_class="agent")
+    stock.clock.now = START + DAY
+    for prompt in (A, A, B, B, A):
+        stock.good(prompt)
+    assert stock.store.stats()["renewals_left_out"] == 2
+    assert stock.store.flush_renewals() == 1
+
+
+def test_closing_waits_for_a_turn_that_makes_the_writer(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making it takes the lock that guards the closing."""
+    stock.put(A, ttl_class="agent")
+    stock = stock.again()  # which has no writer yet
+    stock.clock.now = START + DAY
+    holding, reached, go_on = stock.store.index.holding, threading.Event(), threading.Event()
+
+    def held(*args: Any) -> Any:
+        reached.set()
+        go_on.wait()
+        return holding(*args)
+
+    monkeypatch.setattr(stock.store.index, "holding", held)
+    renewer = stock.store._renewer
+    renewer.flush_seconds = 0.01
+    stock.good(A)
+    assert reached.wait(20)
+    closing = threading.Thread(target=stock.store.close, daemon=True)
+    closing.start()
+    assert renewer._stopped.wait(20)
+    go_on.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert expires(stock.another(), A) == [4]
+
+
+def test_closing_goes_on_whatever_fails(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock.put(A, ttl_class="agent")
+    stock.store._count("puts_dropped")
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(stock.store._renewer, "flush", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        stock.store.close()
+    assert stock.store.index._closed
+    again = stock.another()
+    assert again.store.stats()["puts_dropped"] == 1
+    (segment,) = again.store.index.segments()
+    with open(again.full(segment.path), "rb") as f:
+        assert decode_end(f.read()[-END_BYTES:]) is not None
 
 
 def test_a_storage_that_fails_delays_it(store_dir: Path) -> None:
