@@ -6,14 +6,19 @@ that has read all journals at some time since the oldest checkpoint was written 
 journal that is gone; any other begins anew with the newest checkpoint. When that was, the index
 notes itself.
 
+A checkpoint that turns out to be damaged is passed over for the one before.
+
 Blocking; reads and changes the shared storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from kvfs.backend import Backend
+from kvfs.errors import FormatError
 from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
 from kvfs.follow.follower import FOLLOWED
 from kvfs.index import Index
@@ -23,6 +28,8 @@ from kvfs.index.schema import JOURNAL, JOURNALS, META, U64, scan
 from kvfs.index.told import REMEMBER_MS, forget_before
 from kvfs.journal import IDLE_SECONDS, journal_path
 
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 _ADOPTED = b"adopted"
 _AWAY = META + b"away:"  # and a writer's id: since when its journals are known to be removed
 FORGET_MS = 30 * 86_400_000
@@ -75,14 +82,50 @@ def adopt(
     if not (_away(last, whole[0].created_ms, now_ms) or _behind(index, newest, missing)):
         return None
 
-    def work(applier: Applier) -> None:
-        load(backend, applier, newest, store)
-        # Nothing it covers can be missed any more; what came later is still in the journals.
-        _put_followed(applier, newest.created_ms + CLOCKS_MS)
-        applier.txn.put(META + _ADOPTED, newest.path.encode())
+    def begin(checkpoint: Checkpoint | None) -> Checkpoint | None:
+        if checkpoint is not None:
+            index.write(lambda a: _load(backend, a, checkpoint, store))
+        return checkpoint
 
-    index.write(work)
-    return newest
+    passed: list[str] = []
+    begun = begin_with(backend, whole, now_ms, begin, passed)
+    for problem in passed:
+        log.warning("%s: passed over", problem)
+    return begun
+
+
+def _load(backend: Backend, applier: Applier, checkpoint: Checkpoint, store: bytes) -> None:
+    load(backend, applier, checkpoint, store)
+    # Nothing it covers can be missed any more; what came later is still in the journals.
+    _put_followed(applier, checkpoint.created_ms + CLOCKS_MS)
+    applier.txn.put(META + _ADOPTED, checkpoint.path.encode())
+
+
+def begin_with(
+    backend: Backend, whole: Sequence[Checkpoint], now_ms: int,
+    begin: Callable[[Checkpoint | None], T], passed: list[str],
+) -> T:  # fmt: skip
+    """Calls `begin` with the newest of these checkpoints that it can read; with None if there is
+    none, or none is sound and the journals tell everything.
+
+    begin: changes nothing where it raises; passed: gets why some were passed over. Raises what
+    `begin` raised for the newest if there is nothing to begin with.
+    """
+    first: FormatError | OSError | None = None
+    for checkpoint in reversed(whole):
+        try:
+            return begin(checkpoint)
+        except (FormatError, OSError) as e:
+            first = first or e
+            passed.append(str(e))
+    if first is not None and not _all_journals(backend, now_ms):
+        raise first
+    return begin(None)
+
+
+def _all_journals(backend: Backend, now_ms: int) -> bool:
+    """No journal was removed yet: for the sake of what is younger than DEAD_MS none is."""
+    return all(now_ms - written_ms(n) < DEAD_MS for n in backend.names(DIRECTORY))
 
 
 def _adopted(index: Index) -> str:

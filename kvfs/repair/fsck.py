@@ -29,7 +29,7 @@ from kvfs.index.soundness import index_faults
 from kvfs.namespace import Namespace
 from kvfs.removal import cuts_for
 from kvfs.repair.chains import holes, second_copies
-from kvfs.repair.rebuild import base_of, broken_checkpoints, rebuild, shapes
+from kvfs.repair.rebuild import broken_checkpoints, rebuild, shapes
 from kvfs.scan.audit import Audit, SegmentAudit
 from kvfs.scan.findings import Finding, Report
 from kvfs.scan.journals import JournalTail, journal_files, journal_version, read_journal
@@ -222,13 +222,12 @@ class _Fsck:
         """What journals told that were removed since, a checkpoint tells."""
         for path in broken_checkpoints(self.store):
             self._add("checkpoint", path, "not whole: it is passed over")
-        base = base_of(self.store)
-        told.checkpoint = base is not None
-        for whole in all_whole(self.backend, self.store.uuid):
+        for whole in reversed(list(all_whole(self.backend, self.store.uuid))):
             try:
                 for entry in read_entries(self.backend, whole, self.store.uuid):
-                    if base is not None and whole.path == base.path:
+                    if not told.checkpoint:  # only the newest that is sound counts
                         told.note(entry)
+                told.checkpoint = True
             except FileNotFoundError:
                 continue
             except (OSError, FormatError) as e:

@@ -20,8 +20,9 @@ from kvfs.backend import Backend
 from kvfs.catalog import namespace_path
 from kvfs.config import check_alive
 from kvfs.errors import BackendError, FormatError, InputError
-from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, all_whole, load, newest
+from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, all_whole, load
 from kvfs.follow.follower import Follower, Progress
+from kvfs.follow.history import begin_with
 from kvfs.frames import ClassEntry, Entry, NamespaceEntry
 from kvfs.index.apply import Applier
 from kvfs.index.index import FIRST_FRAME, JournalState
@@ -80,7 +81,7 @@ def rebuild(store: Store, *, source: str = "auto", progress: Progress | None = N
         raise InputError(f"source is {source!r}; known are {', '.join(SOURCES)}")
     check_alive(store.backend, store.uuid)
     if source == "auto":
-        told = _any_journal(store) or base_of(store) is not None
+        told = _any_journal(store) or any(all_whole(store.backend, store.uuid))
         source = "journals" if told else "segments"
     work = _Rebuild(store, progress)
     result = work.from_journals() if source == "journals" else work.from_segments()
@@ -114,15 +115,6 @@ def broken_checkpoints(store: Store) -> list[str]:
     whole = {c.path for c in all_whole(store.backend, store.uuid)}
     there = (f"{DIRECTORY}/{name}" for name in names(store.backend, DIRECTORY))
     return [path for path in there if path not in whole]
-
-
-def base_of(store: Store) -> Checkpoint | None:
-    """The newest checkpoint, None if there is none.
-
-    Journals may have been removed that it covers: even of which it does not tell, since its marks
-    are those of journals that were there when it was written.
-    """
-    return newest(store.backend, store.uuid)
 
 
 def _any_journal(store: Store) -> bool:
@@ -166,8 +158,25 @@ class _Rebuild:
             applier.apply(entry)
 
     def from_journals(self) -> Rebuilt:
+        # Journals may have been removed that a checkpoint covers: even of which it does not tell,
+        # since its marks are those of journals that were there when it was written.
+        passed: list[str] = []
+        try:
+            whole = list(all_whole(self.backend, self.store.uuid))
+            now_ms = self.store.now_ms()
+            result = begin_with(self.backend, whole, now_ms, self._replay, passed)
+        except (OSError, FormatError) as e:
+            raise BackendError(f"{self.store.path}: {e}") from e
+        result.skipped += passed
+        result.skipped += self._skipped
+        result.skipped += (f"{path}: not whole" for path in broken_checkpoints(self.store))
+        self._look_at_journals(result)
+        self._look_for_unmentioned(result)
+        return result
+
+    def _replay(self, start: Checkpoint | None) -> Rebuilt:
+        """The index from a checkpoint, or none, and the journals behind it."""
         follower = Follower(self.backend, self.store.index, self.store.uuid)
-        start = base_of(self.store)
         since = [] if start is None else [
             JournalState(m.writer_id, m.number, m.writer, m.offset, m.ended) for m in start.marks
         ]  # fmt: skip
@@ -179,15 +188,7 @@ class _Rebuild:
             followed = follower.replay(applier, self.progress, since)
             return Rebuilt("journals", followed.entries, skipped=list(followed.problems))
 
-        try:
-            result = self.store.index.write(work)
-        except (OSError, FormatError) as e:
-            raise BackendError(f"{self.store.path}: {e}") from e
-        result.skipped += self._skipped
-        result.skipped += (f"{path}: not whole" for path in broken_checkpoints(self.store))
-        self._look_at_journals(result)
-        self._look_for_unmentioned(result)
-        return result
+        return self.store.index.write(work)
 
     def _look_at_journals(self, result: Rebuilt) -> None:
         """Says which journals were not read, or not to their end: what they tell is lost here."""

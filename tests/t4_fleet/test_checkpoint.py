@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvfs.backend.select import open_backend
+from kvfs.errors import BackendError
 from kvfs.follow import checkpoint
 from kvfs.follow.checkpoint import DIRECTORY, all_whole, newest
 from kvfs.follow.following import Following
@@ -247,16 +248,45 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(stock: Stock, how: str) -
     same(stock, other(stock, "c"))
 
 
-def test_a_damaged_body_is_refused_and_the_index_stays(stock: Stock) -> None:
-    from kvfs.errors import BackendError
+def test_a_damaged_body_is_passed_over_for_the_one_before(stock: Stock, expect_logs: Any) -> None:
+    """A host that is new, a rebuild, and one whose journals are gone; not if there is no other."""
+    for day in range(5):
+        stock.put(tokens(day + 1, 40))
+        stock.clock.now += DAY
+        stock = lives(stock)
+        last = write(stock)
+        cleaned(stock)
+    behind = other(stock, "behind")
+    whole = list(all_whole(stock.store.backend, stock.store.uuid))
+    assert len(whole) >= 2 and journals(stock) < 5
+    runs = stock.runs()
+    overwrite(stock.full(last.path), 200, b"????")
+    expect_logs(rf"{last.path}: damaged .*: passed over")
+    same(stock, behind, other(stock, "b"))
+    assert any(f"{last.path}: damaged" in skipped for skipped in rebuild(stock.store).skipped)
+    assert stock.runs() == runs
+    assert dict(fsck(stock.store).counts) == {"checkpoint": 1}
+    for made in whole[:-1]:
+        overwrite(stock.full(made.path), 200, b"????")
+    for begin in (lambda: other(stock, "c"), lambda: rebuild(stock.store)):
+        with pytest.raises(BackendError, match=f"{last.path}: damaged"):
+            begin()
+    assert stock.runs() == runs
 
+
+def test_journals_do_where_none_was_removed(stock: Stock, expect_logs: Any) -> None:
     stock.put(tokens(1, 40))
     made = write(stock)
     overwrite(stock.full(made.path), 200, b"????")
-    with pytest.raises(BackendError, match="damaged"):
-        other(stock, "b")
-    os.unlink(stock.full(made.path))
+    expect_logs(rf"{made.path}: damaged .*: passed over")
     same(stock, other(stock, "b"))
+    rebuild(stock.store)
+    same(stock, other(stock, "c"))
+    stock.clock.now += DEAD_MS / 1000
+    with pytest.raises(BackendError, match="damaged"):
+        other(stock, "d")
+    os.unlink(stock.full(made.path))
+    same(stock, other(stock, "e"))
 
 
 @pytest.mark.parametrize("at", [0, 64, 300])
