@@ -282,7 +282,14 @@ class Loader:
             return
         n = self.memory.per_block
         pages = list(held.seq.block_table)[block * n : (block + 1) * n]
-        self._rows[held.seq.seq_id] = bytes(self.swapper.swap_out(pages).rows())
+        out = self.swapper.swap_out(pages)
+        try:
+            row = bytes(out.rows())
+        finally:
+            out.buffer.close()
+        if not row:  # it could not be put back
+            return
+        self._rows[held.seq.seq_id] = row
         held.account.replaying = block
         held.account.start = replay.start
         held.seq.swa_valid_start = replay.start

@@ -71,7 +71,7 @@ class _Job:
     out: SwapOut | None
     states: list[tuple[State, _ToHost]]
     done: Event
-    size: int
+    buffers: list[HostBuffer]
 
 
 class Saver:
@@ -87,9 +87,10 @@ class Saver:
         self._blocks = blocks
         self._pool, self._directory = pool, directory
         self._ttl_class = ttl_class
-        self._left = self._most = most_bytes
+        self._most, self._used = most_bytes, 0
         self._counts = counts
         self._free: list[HostBuffer] = []
+        """By size; with what is used, no more than the most."""
         self._change = threading.Condition()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvfs-save", daemon=True)
@@ -103,53 +104,83 @@ class Saver:
     ) -> bool:  # fmt: skip
         """Begins to store blocks first..end-1 that lie in `pages`, and states. tokens: gives the
         sequence's tokens, called by another thread. False: there is no room."""
-        rows = (end - first) * self.memory.identity.row_bytes
-        size = rows + len(states) * self.memory.state_bytes
-        with self._change:
-            if size > self._left:
-                self._counts["dropped_blocks"] += end - first
-                return False
-            self._left -= size
+        sizes = [self.memory.state_bytes] * len(states)
+        if first < end:
+            sizes.append((end - first) * self.memory.identity.row_bytes)
+        buffers = self._room(sizes)
+        if buffers is None:
+            self._counts["dropped_blocks"] += end - first
+            return False
         try:
-            self._jobs.put(self._begin(tokens, first, end, pages, states, size))
+            self._jobs.put(self._begin(tokens, first, end, pages, states, buffers))
         except BaseException:
-            self._let_go(size, [])
+            self.swapper.stream.record().wait()  # some of them may be written to already
+            self._let_go(buffers)
             raise
         return True
 
     def _begin(
         self, tokens: Callable[[], Any], first: int, end: int, pages: Sequence[int],
-        states: Sequence[State], size: int,
+        states: Sequence[State], buffers: list[HostBuffer],
     ) -> _Job:  # fmt: skip
-        taken = [(state, self._state(state)) for state in states]
-        out = None
-        if first < end:
-            rows = (end - first) * self.memory.identity.row_bytes
-            out = self.swapper.swap_out(pages, self._buffer(rows))
+        """buffers: one for each state, and one for the rows if there are any."""
+        taken = [
+            (state, self._state(state, buffer))
+            for state, buffer in zip(states, buffers, strict=False)
+        ]
+        out = self.swapper.swap_out(pages, buffers[-1]) if first < end else None
         done = self.swapper.stream.record()
         held = list(pages) if out is not None else []
         self._blocks.pin_blocks(held)
-        return _Job(tokens, first, end, held, out, taken, done, size)
+        return _Job(tokens, first, end, held, out, taken, done, buffers)
 
-    def _state(self, state: State) -> _ToHost:
+    def _state(self, state: State, buffer: HostBuffer) -> _ToHost:
         """The kept part of a state on its way to host memory. It is read where it lies now, before
         anything that the engine enqueues after this can change it."""
         source, size = state.source, self.memory.state_bytes
         kept = torch.empty(size, dtype=torch.uint8, device=source.device)
         self.memory.cache.select_state_slice_to_store(state.slot, state.anchor, source, kept)
-        work = _ToHost(kept, self._buffer(size))
+        work = _ToHost(kept, buffer)
         after = self.swapper.device.fence()
         if after is not None:
             self.swapper.stream.wait_for(after)
         self.swapper.stream.submit(work)
         return work
 
-    def _buffer(self, size: int) -> HostBuffer:
+    def _room(self, sizes: Sequence[int]) -> list[HostBuffer] | None:
+        """A buffer for each size, pinned already if one that is free fits; None if they would be
+        too much."""
+        wanted = [-(-size // _UNIT) * _UNIT for size in sizes]
         with self._change:
-            for i, buffer in enumerate(self._free):
-                if buffer.view.nbytes >= size:
-                    return self._free.pop(i)
-        return HostBuffer(-(-size // _UNIT) * _UNIT)
+            found = [self._pick(size) for size in wanted]
+            pairs = list(zip(wanted, found, strict=True))
+            total = sum(size if b is None else b.view.nbytes for size, b in pairs)
+            if self._used + total > self._most:
+                self._keep(found)
+                return None
+            self._used += total
+            self._keep()
+        try:
+            return [HostBuffer(size) if b is None else b for size, b in pairs]
+        except BaseException:
+            with self._change:
+                self._used -= total
+                self._keep(found)
+            raise
+
+    def _pick(self, size: int) -> HostBuffer | None:
+        """One that is much larger would be missing where it is needed. Under the lock."""
+        for i, buffer in enumerate(self._free):
+            if size <= buffer.view.nbytes <= 2 * size:
+                return self._free.pop(i)
+        return None
+
+    def _keep(self, buffers: Sequence[HostBuffer | None] = ()) -> None:
+        """Keeps memory to be used again, as much as there may be. Under the lock."""
+        kept = [*self._free, *(b for b in buffers if b is not None)]
+        self._free = sorted(kept, key=lambda b: b.view.nbytes)
+        while sum(b.view.nbytes for b in self._free) > self._most - self._used:
+            self._free.pop(0).close()
 
     # the thread
 
@@ -160,18 +191,12 @@ class Saver:
             except Exception as e:  # whatever it is, the engine goes on
                 self._counts["failed"] += 1
                 log.warning("not stored: %s", e, exc_info=not isinstance(e, KvfsError))
-            used = [work.buffer for _, work in job.states]
-            if job.out is not None:
-                used.append(job.out.buffer)
-            self._let_go(job.size, used)
+            self._let_go(job.buffers)
 
-    def _let_go(self, size: int, used: list[HostBuffer]) -> None:
-        """Keeps memory to be used again, which is pinned already."""
+    def _let_go(self, buffers: list[HostBuffer]) -> None:
         with self._change:
-            self._free = sorted([*self._free, *used], key=lambda b: b.view.nbytes)
-            while sum(b.view.nbytes for b in self._free) > self._most:
-                self._free.pop(0).close()
-            self._left += size
+            self._used -= sum(b.view.nbytes for b in buffers)
+            self._keep(buffers)
             self._change.notify_all()
 
     def _finish(self, job: _Job) -> None:
@@ -207,7 +232,7 @@ class Saver:
     def flush(self, seconds: float) -> bool:
         """Waits until all that was taken is stored, or could not be; says whether that is so."""
         with self._change:
-            return self._change.wait_for(lambda: self._left == self._most, seconds)
+            return self._change.wait_for(lambda: not self._used, seconds)
 
     def close(self, seconds: float) -> bool:
         """Stores what is waiting, for so long at most; says whether the thread has ended."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -27,6 +28,7 @@ from kvfs.connectors.deepinfer_layout import measure
 from kvfs.connectors.deepinfer_state import Account, Slots
 from kvfs.errors import ConfigError, InputError
 from kvfs.fetcher import launch
+from kvfs.gpu import host_memory
 from kvfs.state import Anchor, SlotPool
 from kvfs.state.decision import decide_length
 from kvfs.state.policy import Policy
@@ -445,6 +447,87 @@ def test_what_does_not_fit_is_not_stored(place: Place) -> None:
     # 5 blocks at the end of the prefill, and the same again at the end of the request.
     assert engine.kvfs.counts["stored_blocks"] == 0 and engine.kvfs.counts["dropped_blocks"] == 10
     assert engine.quiet
+
+
+def pinned(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """Host memory that is registered with CUDA, where there is CUDA, and not given back."""
+    live: set[Any] = set()
+
+    class Noted(host_memory.Pinned):
+        def __init__(self, memory: Any, **options: Any) -> None:
+            super().__init__(memory, **options)
+            live.add(self)
+
+        def close(self) -> None:
+            super().close()
+            live.discard(self)
+
+    monkeypatch.setattr(host_memory, "Pinned", Noted)
+    return live
+
+
+def test_all_memory_is_given_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what a replay reads its block into."""
+    live = pinned(monkeypatch)
+    engine, tokens = place.start(policy="zero"), some(Random(2), 700)
+    engine.ask("one", tokens)
+    engine.run()
+    held = set(live)
+    for name in ("two", "three"):
+        engine.ask(name, tokens)
+        engine.run()
+    assert engine.kvfs.counts["replayed_tokens"] == 256
+    # Besides the memory of saves there is the arena, which is pinned as long as its fetcher lives.
+    assert len(live - held) == 1
+    place.stop()
+    assert not live
+
+
+def test_the_memory_for_saves_is_what_they_take(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what they asked for: a state is not put where many rows would fit."""
+    live, most = pinned(monkeypatch), 21 * fake.BLOCK_BYTES
+    monkeypatch.setattr(deepinfer_save, "_UNIT", 1)
+    engine = place.start(save_bytes=most)
+    saver, gate = engine.kvfs.saver, threading.Event()
+    pages, tokens = engine.block_manager.allocate(20), some(Random(3), 20 * BLOCK)
+
+    def late() -> list[int]:
+        gate.wait(60)
+        return tokens
+
+    state = deepinfer_save.State(BLOCK, 0, engine.kvfs.memory.states, 1)
+    assert saver.take(lambda: tokens, 0, 20, pages, []) and saver.flush(60)
+    try:
+        assert saver.take(late, 1, 1, [], [state])
+        assert saver.take(late, 0, 14, pages[:14], [])
+        assert not saver.take(late, 0, 2, pages[:2], []), "both are still there"
+        assert sum(pin.size for pin in live) <= most
+    finally:
+        gate.set()
+    assert saver.flush(60) and saver.take(late, 0, 2, pages[:2], []) and saver.flush(60)
+    assert not engine.kvfs.counts["failed"]
+
+
+def test_a_save_that_cannot_begin_gives_its_memory_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = pinned(monkeypatch)
+    engine = place.start()
+    pages, saver = engine.block_manager.allocate(2), engine.kvfs.saver
+
+    def refuse(ids: Any) -> None:
+        raise AssertionError("these are nobody's")
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="nobody's"):
+        patch.setattr(engine.block_manager, "pin_blocks", refuse)
+        saver.take(lambda: [], 0, 2, pages, [])
+    assert saver.flush(60) and len(live) == 1
+    assert saver.take(lambda: some(Random(3), 300), 0, 2, pages, []) and saver.flush(60)
+    assert len(live) == 1, "it is used again"
+    place.stop()
+    assert not live
 
 
 @pytest.mark.expect_logs(r"kvfs\.connectors\.deepinfer_save WARNING: not stored: this copy fails")
