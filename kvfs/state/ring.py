@@ -129,17 +129,6 @@ class Ring:
 
     # bytes
 
-    def stored_region(self, state: Any) -> memoryview:
-        """What is stored of a sequence's state: its first bytes, [stored | dropped].
-
-        state: a buffer; behind the stored layers may come any number of others, which no slot
-        ever holds. Raises InputError if it is too short.
-        """
-        view = memoryview(state).cast("B")
-        if len(view) < self.layout.slot_bytes:
-            raise InputError(f"the state has {len(view)} bytes, a slot {self.layout.slot_bytes}")
-        return view[: self.layout.slot_bytes]
-
     def unroll(self, slot: Any, rotation: int, overshoot: int = 0) -> bytes:
         """The ring's tokens in logical order, the oldest first: [layer][token].
 

@@ -58,7 +58,7 @@ def test_the_description_of_a_slot_is_packed_as_the_page_says() -> None:
     assert not values and bytes(packed) == meta.encode()
 
 
-@pytest.mark.parametrize("word", ["exact_from", "latest_chunk", "announce_all", "stored_region"])
+@pytest.mark.parametrize("word", ["exact_from", "latest_chunk", "announce_all", "window_of"])
 def test_what_the_page_names_is_there(word: str) -> None:
     code = "".join(p.read_text() for p in (PATH.parents[1] / "kvfs" / "state").glob("*.py"))
     assert word in PAGE and f"def {word}(" in code

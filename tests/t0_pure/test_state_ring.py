@@ -227,16 +227,6 @@ def test_every_rotation_and_overshoot_of_the_reference_ring() -> None:
             assert ring.window_of(slot, rotation) == in_order(ring, 896, 1024)
 
 
-def test_only_the_stored_region_is_taken() -> None:
-    ring = ring_of((128, 6, 128))
-    size = ring.layout.slot_bytes
-    state = bytearray(b"s" * size + b"d" * 3 * size)  # [stored | dropped]
-    assert bytes(ring.stored_region(state)) == b"s" * size
-    assert bytes(ring.stored_region(state[:size])) == b"s" * size
-    with pytest.raises(InputError):
-        ring.stored_region(state[: size - 1])
-
-
 def test_bad_slots() -> None:
     ring = ring_of((128, 6, 128))
     slot = bytes(ring.layout.slot_bytes)
