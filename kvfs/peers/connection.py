@@ -48,13 +48,19 @@ class Connections:
     async def serve(self, stream: trio.SocketStream) -> None:
         """Serves one connection until it is closed. Where there are too many, the one that has
         asked nothing for longest makes room; without such a one the new one is closed."""
-        if len(self._open) >= self._most and not await self._make_room():
-            await trio.aclose_forcefully(stream)
-            return
+        longest = None
+        if len(self._open) >= self._most:
+            longest = self._longest_idle()
+            if longest is None:
+                await trio.aclose_forcefully(stream)
+                return
+            del self._open[longest]
         state = ConnectionState({})
         connection = _Connection(self._app, self._config, self._context, state, stream)
-        self._open[connection] = None
+        self._open[connection] = None  # no await since they were counted
         try:
+            if longest is not None:
+                await trio.aclose_forcefully(longest.stream)
             await connection
         except Exception:
             log.exception("a connection of another host failed; this is a bug of kvfs")
@@ -71,14 +77,9 @@ class Connections:
         await self._context.terminated.set()
         await self._close(lambda since: True)
 
-    async def _make_room(self) -> bool:
+    def _longest_idle(self) -> _Connection | None:
         idle = [(since, c) for c in self._open if (since := c.idle_task.since) is not None]
-        if not idle:
-            return False
-        _, longest = min(idle, key=lambda found: found[0])
-        del self._open[longest]
-        await trio.aclose_forcefully(longest.stream)
-        return True
+        return min(idle, key=lambda found: found[0])[1] if idle else None
 
     async def _close(self, wanted: Callable[[float], bool]) -> None:
         for connection in list(self._open):
