@@ -7,11 +7,15 @@ lists of Python objects, a microsecond and more for each address, so it is used 
 library can be found. Nothing is linked or installed for it: where neither is there, or the library
 is older than a call, `find` says why.
 
-The arrays that are passed are read before a call returns. A Cudart may be used from any thread.
+CUDA keeps the error of a call for the thread until somebody asks for it, and torch asks after each
+of its kernels: an error that is dealt with here is taken back, or the engine would fail for it.
+
+The arrays that are passed are read before a call returns. All may be used from any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import re
@@ -126,6 +130,7 @@ class Library:
         if code:
             self._lib.cudaGetErrorName.restype = ctypes.c_char_p
             name = self._lib.cudaGetErrorName(code)
+            self._lib.cudaGetLastError()
             raise ConfigError(f"CUDA: {name.decode()} ({code})")
 
 
@@ -174,8 +179,25 @@ class CudaPython:
     def _checked(self, result: tuple[Any, ...]) -> Any:
         code = result[0]
         if int(code):
+            self._cuda.cudaGetLastError()
             raise ConfigError(f"CUDA: {code}")
         return result[1] if len(result) > 1 else None
+
+
+class Registration:
+    """The calls that pin host memory, which torch has, and the one that it has not."""
+
+    def __init__(self) -> None:
+        runtime = torch.cuda.cudart()
+        self.cudaHostRegister = runtime.cudaHostRegister
+        self.cudaHostUnregister = runtime.cudaHostUnregister
+
+    def cudaGetLastError(self) -> None:
+        """Takes back the calling thread's last error, where torch's library can be called."""
+        path = loaded()
+        if path is not None:
+            with contextlib.suppress(OSError, AttributeError):  # as good as none
+                ctypes.CDLL(path).cudaGetLastError()
 
 
 def find() -> Copies:

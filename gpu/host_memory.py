@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvfs.errors import InputError
+from kvfs.gpu.cudart import Registration
 
 _PORTABLE, _READ_ONLY = 1, 8  # flags of cudaHostRegister
 
@@ -118,7 +119,8 @@ class Pinned:
     """Memory that is registered with CUDA, where there is CUDA. Close it before it is unmapped."""
 
     def __init__(self, memory: Any, *, read_only: bool = False, cudart: Any = None) -> None:
-        """memory: a buffer, pinned as it is, not a byte more; cudart: None for torch's."""
+        """memory: a buffer, pinned as it is, not a byte more; cudart: who is asked for it, as
+        kvfs.gpu.cudart.Registration, None for CUDA."""
         self._view = memoryview(memory)
         self.address, self.size = address_of(self._view), self._view.nbytes
         self.problem = ""
@@ -129,11 +131,18 @@ class Pinned:
                 self.problem = "no CUDA device"
                 self._view = memoryview(b"")  # nothing to keep mapped
                 return
-            self._cudart = torch.cuda.cudart()
+            self._cudart = Registration()
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
-        code = int(self._cudart.cudaHostRegister(self.address, self.size, flags))
+        code = self._call(self._cudart.cudaHostRegister, self.address, self.size, flags)
         if code:
             self.problem = f"cudaHostRegister: error {code}"
+
+    def _call(self, call: Callable[..., Any], *args: int) -> int:
+        """The code of a call. It is dealt with here: no kernel of this thread is to fail for it."""
+        code = int(call(*args))
+        if code:
+            self._cudart.cudaGetLastError()
+        return code
 
     @property
     def pinned(self) -> bool:
@@ -142,7 +151,7 @@ class Pinned:
     def close(self) -> None:
         """May be called twice."""
         if not self.problem:
-            self._cudart.cudaHostUnregister(self.address)
+            self._call(self._cudart.cudaHostUnregister, self.address)
             self.problem = "closed"
         self._view = memoryview(b"")
 

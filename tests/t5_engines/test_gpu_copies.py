@@ -160,6 +160,52 @@ def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
         cudart.Library(str(broken))
 
 
+class Refusing:
+    """A libcudart, or the module of cuda-python, whose copies fail."""
+
+    def __init__(self, version: Any, code: Any, kind: Any) -> None:
+        self.cudaRuntimeGetVersion = self.getLocalRuntimeVersion = version
+        self.cudaMemcpy2DAsync = Function(lambda *args: self._fail(code))
+        self.cudaGetErrorName = Function(lambda code: b"cudaErrorInvalidValue")
+        self.cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1)
+        self.kept, self.kind = 0, kind
+
+    def _fail(self, code: Any) -> Any:
+        self.kept = 1
+        return code
+
+    def cudaGetLastError(self) -> Any:
+        self.kept = 0
+        return self.kind(1)
+
+
+class Function:
+    """As ctypes has them: their types may be set."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+
+@pytest.mark.parametrize("which", ["library", "cuda-python"])
+def test_an_error_is_taken_back(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's next kernel would fail for one that is kept."""
+    monkeypatch.setattr(cudart, "_current_stream", lambda: 0)
+    copies: Any
+    if which == "library":
+        runtime = Refusing(lambda version: 0, 1, int)
+        monkeypatch.setattr(ctypes, "CDLL", lambda path: runtime)
+        copies = cudart.Library("libcudart.so")
+    else:
+        runtime = Refusing(lambda: (0, 12090), (1,), lambda code: (code,))
+        copies = cudart.CudaPython(runtime)
+    with pytest.raises(ConfigError, match="CUDA"):
+        copies.rectangle(0, 1, 0, 1, 1, 1)
+    assert not runtime.kept
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gather_without_a_gpu_says_why() -> None:
     problem = Gather().problem(PagedLayout(fakes.pages(fakes.identity(), 4), fakes.identity()))

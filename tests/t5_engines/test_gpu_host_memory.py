@@ -33,19 +33,28 @@ class Cudart:
     def __init__(self, refuses: bool = False) -> None:
         self.refuses = refuses
         self.pinned: dict[int, tuple[int, int]] = {}
-        self.registered = 0
+        self.registered = self.error = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if self.refuses:
-            return 801
+            self.error = 801
+            return self.error
         assert address not in self.pinned
         self.pinned[address] = (size, flags)
         self.registered += 1
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        if self.refuses:
+            self.error = 713
+            return self.error
         del self.pinned[address]
         return 0
+
+    def cudaGetLastError(self) -> int:
+        """CUDA keeps an error until it is asked for."""
+        error, self.error = self.error, 0
+        return error
 
 
 def test_memory_is_pinned_exactly() -> None:
@@ -72,9 +81,19 @@ def test_host_memory_is_as_large_as_it_was_asked_for(size: int) -> None:
 
 
 def test_a_refusal_is_reported() -> None:
-    pin = Pinned(bytearray(4096), cudart=Cudart(refuses=True))
+    cudart = Cudart(refuses=True)
+    pin = Pinned(bytearray(4096), cudart=cudart)
     assert not pin.pinned and "801" in pin.problem
+    assert not cudart.error, "the next kernel of torch would fail for it"
     pin.close()
+
+
+def test_no_kernel_fails_for_memory_that_could_not_be_given_back() -> None:
+    cudart = Cudart()
+    pin = Pinned(bytearray(4096), cudart=cudart)
+    cudart.refuses = True
+    pin.close()
+    assert not cudart.error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
