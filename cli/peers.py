@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +30,14 @@ def client(secret_file: str | None) -> PeerClient:
     from kvfs.peers.client import PeerClient
 
     return PeerClient(Secret.load(secret_file))
+
+
+def client_if_any(secret_file: str | None) -> PeerClient | None:
+    """The same; None if no secret is named, so that no other host can be asked."""
+    from kvfs.peers.auth import SECRET_VARIABLE
+
+    named = secret_file is not None or os.environ.get(SECRET_VARIABLE)
+    return client(secret_file) if named else None
 
 
 def resolved(text: str) -> str:

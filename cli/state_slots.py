@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
 from kvfs.cli import common, output, tokens
-from kvfs.cli.peers import client, resolved, secret_option, slots_directory_option
+from kvfs.cli.peers import (
+    client,
+    client_if_any,
+    resolved,
+    secret_option,
+    slots_directory_option,
+)
 from kvfs.cli.settings import Settings
 from kvfs.cli.values import FiniteRange
 from kvfs.errors import EXIT_MISS, EXIT_OK, BackendError
 
 if TYPE_CHECKING:
     from kvfs.namespace import Namespace
-    from kvfs.peers.client import PeerClient
     from kvfs.peers.load import Loaded
     from kvfs.state.slot import SlotMeta
     from kvfs.state.slots import SlotPool
@@ -35,6 +41,7 @@ JSON = """
     decision -- object, as in kvctl check
 """
 _ASK_SECONDS = 10.0
+_NOT_ASKED = "no secret: other hosts were not asked (--secret-file or KVFS_PEER_SECRET)"
 
 
 @click.command(context_settings=common.HELP)
@@ -78,20 +85,25 @@ def pull(
 ) -> int:  # fmt: skip
     """Get the slot of a prompt as an engine would, and say from where.
 
-    Exits with 0 for a slot, 3 if the prompt has to be replayed, or hits nothing.
+    Exits with 0 for a slot, 3 if the prompt has to be replayed, or hits nothing. Without a secret
+    only the slots of this host are looked at.
     """
     from kvfs.cli.check import opened
     from kvfs.peers.load import load_state
 
     ids = tokens.read(path, inline, form)
     with opened(settings, fully=False) as (store, ns), contextlib.ExitStack() as stack:
-        peers: PeerClient = stack.enter_context(client(secret_file))
+        peers = client_if_any(secret_file)
+        if peers is not None:
+            stack.enter_context(peers)
         pool = stack.enter_context(_pool(ns, slots))
         hasher = ns.hasher(ids)
         plan = store.check(ns, hasher)
         began = time.monotonic()
         found = load_state(store, ns, plan, hasher, deadline, pool=pool, client=peers)
         seconds = time.monotonic() - began
+    if peers is None and ns.identity.state is not None and found.source != "local":
+        found = replace(found, reasons=(*found.reasons, _NOT_ASKED))
     if settings.as_json:
         output.json_line({**found.to_json(), "seconds": seconds})
     else:

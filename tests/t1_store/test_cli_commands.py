@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from kvfs.cli.main import MAP
+from kvfs.state.slot import Anchor
+from kvfs.state.slots import SlotPool
+from kvfs.store import Store
 from kvfs.testing.command import kvctl, kvctl_json, run
 
 PROMPT = list(range(1024))
@@ -295,6 +298,31 @@ def test_rm(stored: Path, cli_namespace: str) -> None:
     assert kvctl_json("stats")["blocks"] == 0
     kvctl("put", "--synthetic", "--tokens", text(PROMPT))
     kvctl("check", "--tokens", text(PROMPT))
+
+
+# slots
+
+
+def test_pull_without_a_secret(
+    cli_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot of this host needs none; else it says that nobody else was asked."""
+    monkeypatch.delenv("KVFS_PEER_SECRET", raising=False)
+    create = ("ns", "create", "--preset", "tiny-swa", "--weights", "w", "--tokenizer", "t")
+    name = kvctl_json(*create)["namespace"]
+    line = ("--ns", name, "--tokens", text(PROMPT))
+    kvctl("put", "--synthetic", *line)
+    pull = ("state", "pull", "--slots", tmp_path, *line)
+    with Store.open(cli_store) as store:
+        ns = store.namespace(name)
+    with SlotPool.open(ns.identity, 100_000, directory=str(tmp_path)) as pool:
+        missed = kvctl_json(*pull, code=3)
+        assert missed["source"] == "" and "other hosts were not asked" in missed["reasons"][-1]
+        pool.write(Anchor.of(ns.hasher(PROMPT), 768), bytes(pool.slot_bytes))
+        found = kvctl_json(*pull)
+        assert (found["source"], found["reasons"]) == ("local", [])
+    # To ask another host takes one.
+    kvctl("state", "slots", "--ns", name, "--at", "127.0.0.1:1", code=7)
 
 
 # fsck and gc
