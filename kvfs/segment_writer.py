@@ -1,8 +1,9 @@
 """Records into segments: the first step of a put.
 
-A segment takes runs until it is full, its day is over or a write failed. It is sealed once no run
-in it is being written or waits to be published; one that failed is cut behind its last published
-record. Thread-safe: slots are handed out under a lock, the writes themselves run in parallel.
+A segment takes runs until it is full, its day is over or a write failed, or others are wanted more:
+each takes a descriptor and room that it has not used yet. It is sealed once no run in it is being
+written or waits to be published; one that failed is cut behind its last published record.
+Thread-safe: slots are handed out under a lock, the writes themselves run in parallel.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from kvfs.segment import Header, encode_end, segment_id, segment_path
 WRITE_BYTES = 1 << 20
 RESERVE_BYTES = 64 << 20
 """The most room a segment takes before it needs it; a writer that is killed leaves so much."""
+MOST_OPEN = 64
+"""Segments that stay open for their next run; for one more the longest unused one is sealed."""
+IDLE_SECONDS = 3600.0
+"""A segment that got no run for so long is sealed when another one gets one."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,8 @@ class OpenSegment:
     """Its SEGMENT entry is in the journal."""
     poisoned: bool = False
     sealed: bool = False
+    used: float = field(default_factory=time.monotonic)
+    """When it last got a run."""
     entries: list[RunEntry] = field(default_factory=list)
 
     def entry(self) -> SegmentEntry:
@@ -85,7 +92,7 @@ class SegmentWriter:
         self.now_ms = now_ms
         self.failed = failed
         self._lock = threading.Lock()
-        self._open: dict[tuple[bytes, str], OpenSegment] = {}
+        self._open: dict[tuple[bytes, str], OpenSegment] = {}  # the longest unused one first
         self._next = 0
 
     def write_run(
@@ -122,17 +129,31 @@ class SegmentWriter:
             if segment is not None and self._worn(segment, ttl_seconds):
                 self._retire(key)
                 segment = None
+            self._retire_unused(key)
             if segment is None:
                 try:
                     segment = self._create(ns, ttl_class, ttl_seconds)
                 except OSError as e:
                     raise self.failed(e) from e
-                self._open[key] = segment
+            self._open.pop(key, None)
+            self._open[key] = segment
             slot = self._next_slot(segment)
             count = min(blocks, self._limit(segment) - slot)
             segment.slots = slot + count
             segment.busy += 1
+            segment.used = time.monotonic()
             return segment, slot, count
+
+    def _retire_unused(self, wanted: tuple[bytes, str]) -> None:
+        """Makes room for a segment in use. One at most: to seal it is a write to wait for."""
+        unused = (s for k, s in self._open.items() if k != wanted and not s.busy)
+        segment = next(unused, None)
+        if segment is not None and (
+            len(self._open) + (wanted not in self._open) > MOST_OPEN
+            or time.monotonic() - segment.used > IDLE_SECONDS
+            or self._past(segment)
+        ):
+            self._retire((segment.header.nsid, segment.header.ttl_class))
 
     def _next_slot(self, segment: OpenSegment) -> int:
         """Where the next run begins: in an extent that nobody else writes or reads, if need be."""
@@ -148,8 +169,11 @@ class SegmentWriter:
             segment.poisoned
             or self._next_slot(segment) >= self._limit(segment)
             or h.ttl_seconds != ttl_seconds
-            or _day(h.created_ms) != _day(self.now_ms())
+            or self._past(segment)
         )
+
+    def _past(self, segment: OpenSegment) -> bool:
+        return _day(segment.header.created_ms) != _day(self.now_ms())
 
     def _create(self, ns: Namespace, ttl_class: str, ttl_seconds: int) -> OpenSegment:
         check_alive(self.backend, self.config.uuid)  # the mount may have gone since

@@ -539,3 +539,34 @@ def test_what_create_namespace_meets(quick_store: Path) -> None:
     assert store.namespaces() == []
     assert store.create_namespace(small_identity()).row_bytes == 96
     store.close()
+
+
+def test_segments_that_nobody_uses_are_sealed(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all namespaces that were ever stored in keep a file open: the longest unused go first."""
+    monkeypatch.setattr("kvfs.segment_writer.MOST_OPEN", 3)
+    prompt = tokens(1, 40)
+    spaces = [stock.store.create_namespace(small_identity(salt=f"tenant {n}")) for n in range(6)]
+
+    def put(n: int, prompt: list[int] = prompt) -> set[int]:
+        """Whose segments are open behind a put into the n-th namespace."""
+        hasher = spaces[n].hasher(prompt)
+        data = payloads(hasher, spaces[n].row_bytes)
+        assert stock.store.put(spaces[n], hasher, data).complete
+        files = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
+        return {n for n, ns in enumerate(spaces) for f in files if f"/{ns.name}/" in f}
+
+    assert [put(n) for n in (0, 1, 2)][-1] == {0, 1, 2}
+    assert put(0, tokens(2, 40)) == {0, 1, 2}
+    assert put(3) == {0, 2, 3}
+    assert put(4) == {0, 3, 4}
+    assert put(5) == {3, 4, 5}
+    stock.clock.now += 86400
+    assert put(5, tokens(2, 40)) == {4, 5}
+    assert put(0, tokens(3, 40)) == {0, 5}
+    monkeypatch.setattr("kvfs.segment_writer.IDLE_SECONDS", -1.0)
+    assert put(0, tokens(4, 40)) == {0}
+    for ns in spaces:
+        plan = stock.store.check(ns, prompt)
+        assert stock.store.fetch(ns, plan, prompt, blocks=10).blocks == 10
