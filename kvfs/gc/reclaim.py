@@ -110,7 +110,9 @@ class Reclaim:
                 victims.setdefault(s.segment.segment, (s, f"{scope.what} is too full"))
         whole = scopes[-1].limit * self.limits.low
         below = self.limits.clean_below(done.used_bytes / whole)
-        for s in worth_cleaning(self._segments, below, None):
+        # A namespace that only a newer version can read holds records of a shape unknown here.
+        readable = [s for s in self._segments if s.segment.ns in self._namespaces]
+        for s in worth_cleaning(readable, below, None):
             victims.setdefault(s.segment.segment, (s, "little of it is in use"))
         ready = [v for v in victims.values() if self.expiry.quiet(v[0].segment)]
         ready.sort(key=lambda v: v[0].share)

@@ -15,6 +15,7 @@ import pytest
 from kvfs.errors import FormatError, InputError, SpaceError
 from kvfs.gc.collector import Collector, GcResult
 from kvfs.gc.throttle import Bucket
+from kvfs.index.schema import NS, U32
 from kvfs.limits import PATH, Limits
 from kvfs.namespace import Namespace
 from kvfs.repair.fsck import fsck
@@ -298,3 +299,19 @@ def test_without_limits_nothing_goes(store_dir: Path) -> None:
     with Store.init(store_dir) as store:
         assert Limits.load(store.backend) == Limits()
         assert Collector(store).run().reclaimed.evicted == []
+
+
+def test_what_only_a_newer_version_can_read_is_no_hindrance(stock: Stock) -> None:
+    """Its segments stay as they are, the others are cleaned."""
+    limit(stock, clean_share=0.9)
+    newer = stock.store.create_namespace(small_identity(model="newer"))
+    worn = [Stock(stock.store, ns, stock.clock) for ns in (stock.ns, newer)]
+    for one in worn:
+        one.put(tokens(1, 40))
+        stock.store.remove(one.ns, tokens(1, 40), from_block=2)
+    text = json.dumps({**newer.identity.to_json(), "colour": "blue"}).encode()
+    stock.store.index.write(lambda a: a.txn.put(NS + newer.nsid, U32.pack(newer.number) + text))
+    assert [ns.nsid for ns in stock.store.namespaces()] == [stock.ns.nsid]
+    result = collect(stock)
+    assert [w.path.split("/")[3] for w in result.reclaimed.cleaned] == [stock.ns.name]
+    assert [one.good(tokens(1, 40)) for one in worn] == [2, 2]
