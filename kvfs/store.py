@@ -322,8 +322,8 @@ class Store(NoticeStore):
         Begins with the newest checkpoint where the index is new or journals are gone. Raises
         BackendError, IndexFault.
         """
-        follower = Follower(self.backend, self.index, self.uuid)
         begun = self.now_ms()
+        follower = Follower(self.backend, self.index, self.uuid, begun)
         try:
             adopt(self.backend, self.index, self.uuid, begun)
             followed = follower.catch_up(progress=progress)

@@ -22,6 +22,7 @@ from kvfs.backend import Backend
 from kvfs.catalog import learn_namespaces
 from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.errors import FormatError
+from kvfs.follow.torn import Torn, note
 from kvfs.frames import (
     HEAD,
     MAX_BODY,
@@ -83,6 +84,8 @@ class Followed:
     """How many of those may be readable another time: the storage failed, not the journal."""
     cut_off: bool = False
     """There may be more: the turn ended because it had applied enough."""
+    torn: list[Torn] = field(default_factory=list)
+    """Journals with bytes that make no sense yet, or never will."""
     missing: list[JournalState] = field(default_factory=list)
     """Journals that were removed before this index had read them to their end."""
     progressed: set[str] = field(default_factory=set)
@@ -108,10 +111,14 @@ class Followed:
 class Follower:
     """Applies the journals of a store to one index."""
 
-    def __init__(self, backend: Backend, index: Index, store: bytes) -> None:
+    def __init__(
+        self, backend: Backend, index: Index, store: bytes, now_ms: int | None = None
+    ) -> None:
+        """now_ms: what cannot be read is noted with this time, and told of if it stays so."""
         self.backend = backend
         self.index = index
         self.store = store
+        self.now_ms = now_ms
 
     def catch_up(
         self, writers: Sequence[str] | None = None, progress: Progress | None = None,
@@ -140,6 +147,9 @@ class Follower:
             if most and result.entries + result.bytes // _ENTRY_BYTES >= most:
                 result.cut_off = True
                 break
+        if self.now_ms is not None and not result.cut_off:
+            looked_at = None if writers is None else set(ids.values())
+            result.problems += note(self.index, result.torn, looked_at, self.now_ms)
         return result
 
     def _all_together(self, so_far: Followed, progress: Progress | None, most: int) -> Followed:
@@ -249,7 +259,7 @@ class Follower:
         while True:
             reader = JournalReader(self.backend, writer, number, self.store)
             try:
-                for step in self._journal(reader, writer, writer_id, offset, reading):
+                for step in self._journal(reader, writer, writer_id, offset, reading, result):
                     yield step
                     offset = step.end
                     if isinstance(step.entry, SealEntry) and step.entry.last:
@@ -300,8 +310,9 @@ class Follower:
         return following.header is not None and following.header.before <= offset
 
     def _journal(
-        self, reader: JournalReader, writer: str, writer_id: bytes, offset: int, reading: int
-    ) -> Iterator[_Step]:
+        self, reader: JournalReader, writer: str, writer_id: bytes, offset: int, reading: int,
+        result: Followed,
+    ) -> Iterator[_Step]:  # fmt: skip
         limit = reading
         while True:
             data = reader.read(offset, limit)
@@ -311,13 +322,16 @@ class Follower:
                 assert header is not None  # entries were decoded
                 yield _Step(writer, writer_id, header.number, offset, end, entry, header.created_ms)
                 offset = end
-            if len(data) < limit:
+            rest = data[offset - before :]
+            whole = _frame_bytes(rest) <= len(rest)
+            if len(data) < limit or (offset == before and whole):
+                if rest:
+                    size = self.backend.size(reader.path)
+                    assert reader.header is not None  # else there were no data
+                    number = reader.header.number
+                    result.torn.append(Torn(writer, writer_id, number, offset, size, whole))
                 return
-            limit = reading
-            if offset == before:
-                limit = _frame_bytes(data)
-                if limit <= len(data):
-                    return  # the whole frame is here, and not sound
+            limit = _frame_bytes(rest) if offset == before else reading
 
 
 def _frame_bytes(data: bytes) -> int:

@@ -77,7 +77,8 @@ class Following(Periodic):
         if now >= self._list_due or everyone:
             self._list(now)
         due = [writer for writer, pace in self._paces.items() if everyone or pace.due <= now]
-        result = Follower(store.backend, store.index, store.uuid).catch_up(due, most=TURN_ENTRIES)
+        follower = Follower(store.backend, store.index, store.uuid, begun)
+        result = follower.catch_up(due, most=TURN_ENTRIES)
         self._note_problems(due, result)
         self._missing(result, begun)
         self._set_paces(due, result, now)

@@ -21,6 +21,7 @@ from kvfs.backend import Backend
 from kvfs.errors import FormatError
 from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
 from kvfs.follow.follower import FOLLOWED
+from kvfs.follow.torn import unchanged_since
 from kvfs.index import Index
 from kvfs.index.apply import CLOCKS_MS, Applier
 from kvfs.index.index import ENDED, LAST, JournalState
@@ -176,13 +177,17 @@ def _behind(index: Index, checkpoint: Checkpoint, missing: Sequence[JournalState
     return len(over) < len(missing)
 
 
-def prune(backend: Backend, store: bytes, now_ms: int, keep_ms: int, dead_ms: int) -> list[str]:
+def prune(
+    backend: Backend, store: bytes, now_ms: int, keep_ms: int, dead_ms: int, *,
+    index: Index | None = None,
+) -> list[str]:  # fmt: skip
     """Removes journals that nobody needs any more, and old checkpoints; returns their paths.
 
     keep_ms: how long a host may be away and then go on where it was, DEAD_MS at least. A journal
     goes once a checkpoint older than that covers it to its end, which is its seal, or that it has
-    not grown for dead_ms (between DEAD_MS and keep_ms): its writer was killed. The two newest
-    checkpoints stay, and the newest that is old enough. Raises OSError.
+    not grown for dead_ms (between DEAD_MS and keep_ms): its writer was killed. index: where it is
+    noted whether a journal grows that cannot be read to its end; None: such a one stays. The two
+    newest checkpoints stay, and the newest that is old enough. Raises OSError.
     """
     keep_ms = max(keep_ms, DEAD_MS)
     dead_ms = min(max(dead_ms, DEAD_MS), keep_ms)
@@ -198,8 +203,14 @@ def prune(backend: Backend, store: bytes, now_ms: int, keep_ms: int, dead_ms: in
     for path in removed:
         backend.unlink(path)
     there = set(backend.names("log"))
+    last = {m.writer_id: m.number for m in sorted(base.marks, key=lambda m: m.number)}
     for mark in base.marks:
-        over = mark.ended or _dead(mark, base, kept[-1], dead_ms)
+        over = mark.ended or (
+            _dead(mark, base, kept[-1], dead_ms)
+            and (
+                mark.number < last[mark.writer_id] or _still(backend, index, mark, now_ms - dead_ms)
+            )
+        )
         if over and mark.writer in there and _remove(backend, mark):
             removed.append(journal_path(mark.writer, mark.number))
     return removed
@@ -208,6 +219,18 @@ def prune(backend: Backend, store: bytes, now_ms: int, keep_ms: int, dead_ms: in
 def _dead(mark: Mark, base: Checkpoint, newest: Checkpoint, dead_ms: int) -> bool:
     """Unchanged from one checkpoint to another that was written so much later."""
     return newest.created_ms - base.created_ms >= dead_ms and mark in newest.marks
+
+
+def _still(backend: Backend, index: Index | None, mark: Mark, since_ms: int) -> bool:
+    """Nothing has come in behind what was read of a journal, for so long."""
+    try:
+        size = backend.size(journal_path(mark.writer, mark.number))
+    except FileNotFoundError:
+        return True
+    if size <= mark.offset:
+        return True
+    noted = None if index is None else unchanged_since(index, mark.writer_id, mark.number, size)
+    return noted is not None and noted <= since_ms
 
 
 def _remove(backend: Backend, mark: Mark) -> bool:

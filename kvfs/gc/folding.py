@@ -40,7 +40,7 @@ def fold(store: Store, now_ms: int, problems: list[str]) -> Folded:
             name = store.writer().name
             folded.checkpoint = checkpoint.write(backend, store.index, name, now_ms).path
         if backend.names(checkpoint.DIRECTORY):
-            folded.pruned = prune(backend, store.uuid, now_ms, KEEP_MS, DEAD_MS)
+            folded.pruned = prune(backend, store.uuid, now_ms, KEEP_MS, DEAD_MS, index=store.index)
     except FormatError as e:
         problems.append(str(e))
     except OSError as e:

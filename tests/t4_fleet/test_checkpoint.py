@@ -59,7 +59,9 @@ def write(stock: Stock) -> checkpoint.Checkpoint:
 
 def cleaned(stock: Stock, *, keep: float = DAY, dead: float = DAY) -> list[str]:
     backend, now = stock.store.backend, stock.store.now_ms()
-    return prune(backend, stock.store.uuid, now, int(keep * 1000), int(dead * 1000))
+    return prune(
+        backend, stock.store.uuid, now, int(keep * 1000), int(dead * 1000), index=stock.store.index
+    )
 
 
 def journals(stock: Stock) -> int:
@@ -436,6 +438,39 @@ def test_journals_of_killed_writers_go_when_they_have_not_grown(stock: Stock) ->
     assert os.path.exists(stock.full(f"log/{alive.name}"))
     alive.kill()
     same(stock, b, other(stock, "c"))
+
+
+def test_a_damaged_journal_stays_for_as_long_as_it_grows(stock: Stock) -> None:
+    """What a living writer tells behind a damaged frame is lost to others, but not to its host."""
+    fleet = Fleet(stock.store, stock.ns)
+    killed, alive = fleet.writer(), fleet.writer()
+    for writer in (killed, alive):
+        at = writer.publish(*fleet.run(writer, 3))
+        end = writer.publish(*fleet.run(writer, 3))
+        if writer is alive:
+            overwrite(stock.full(journal_path(writer.name, 0)), at + 40, b"????")
+        else:
+            os.truncate(stock.full(journal_path(writer.name, 0)), end - 8)
+    killed.kill()
+    told = []
+    for _ in range(8):
+        stock.clock.now += DAY / 2
+        alive.publish(*fleet.run(alive, 1))
+        told += [stock.store.catch_up().problems]
+        write(stock)
+        cleaned(stock)
+    assert not os.path.exists(stock.full(f"log/{killed.name}"))
+    assert told[0] == [] and all(alive.name in problem for (problem,) in told[1:])
+    alive.kill()
+    for _ in range(8):  # nobody goes on behind it any more
+        assert os.path.exists(stock.full(f"log/{alive.name}"))
+        stock.clock.now += DAY / 4
+        write(stock)
+        cleaned(stock)
+        if not os.path.exists(stock.full(f"log/{alive.name}")):
+            break
+    assert journals(stock) == 0
+    assert stock.store.catch_up().problems == []
 
 
 @pytest.mark.posix("other hosts remember for seconds that its directory was removed")
