@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +81,10 @@ class Device(Protocol):
 
     def upload(self, tensor: Any, stream: Stream) -> Any:
         """A small tensor of host memory for work of that stream."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Within it the calling thread works for this device: to pin memory, a new thread would
+        else open the first GPU, whichever the engine's is."""
 
 
 def device_of(tensor: Any, *, inline: bool = False) -> Device:
@@ -166,6 +171,9 @@ class CpuDevice:
     def upload(self, tensor: Any, stream: Stream) -> Any:
         return tensor
 
+    def entered(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
 
 # with one
 
@@ -231,6 +239,10 @@ class CudaDevice:
         assert isinstance(stream, CudaStream)
         with torch.cuda.stream(stream.stream):
             return tensor.to(self.device, non_blocking=True)
+
+    def entered(self) -> AbstractContextManager[object]:
+        device: AbstractContextManager[object] = torch.cuda.device(self.device)
+        return device
 
     def current(self) -> CudaStream:
         """The stream the calling thread computes in, for `SwapIn.wait_layer`."""

@@ -65,7 +65,8 @@ class Swapper:
         """What was measured; None if the strategy was given."""
         if strategy is None:
             stride = (row.row_bytes // PAGE + 1) * PAGE  # a record's, or nearly
-            self.choice = choose(self.layout, self.device, stride)
+            with self.device.entered():
+                self.choice = choose(self.layout, self.device, stride)
             strategy = self.choice.strategy
             if strategy is None:
                 why = self.choice.unavailable
@@ -94,7 +95,8 @@ class Swapper:
         self, block_table: Sequence[Any], buffer: Any = None, after: Event | None = None
     ) -> SwapOut:
         """The mirror: begins to copy blocks out of the pages. See kvfs.gpu.swap_out."""
-        return SwapOut(self.layout, self.device, self.stream, block_table, buffer, after)
+        with self.device.entered():
+            return SwapOut(self.layout, self.device, self.stream, block_table, buffer, after)
 
     def strategy_for(self, *, pinned: bool) -> Strategy:
         """How records are copied that are pinned, or are not."""
@@ -241,7 +243,8 @@ class SwapIn:
     def _run(self, plan: Any, block_table: Sequence[Any]) -> None:
         for step in (partial(self._swap, plan, block_table), self._settle):
             try:
-                step()
+                with self._swapper.device.entered():
+                    step()
             except Exception as e:
                 log.exception("swap-in")
                 with self._lock:

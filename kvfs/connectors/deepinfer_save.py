@@ -185,6 +185,10 @@ class Saver:
     # the thread
 
     def _run(self) -> None:
+        with self.swapper.device.entered():
+            self._run_here()
+
+    def _run_here(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 self._finish(job)

@@ -8,10 +8,11 @@ overwritten at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -146,6 +147,14 @@ class FakeDevice(CpuDevice):
         self.fails = fails
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
+        self.threads: list[int] = []
+        """That work for it, each as often as it says so."""
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        self.threads.append(threading.get_ident())
+        yield
+        self.threads.remove(threading.get_ident())
 
     def stream(self) -> FakeStream:
         self.streams.append(FakeStream(self))

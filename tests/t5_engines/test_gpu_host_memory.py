@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from kvfs import Store
 from kvfs.arena import Arena
 from kvfs.errors import ConfigError, InputError
 from kvfs.fetcher import launch
+from kvfs.gpu import host_memory
 from kvfs.gpu.choosing import choose, strategies
 from kvfs.gpu.found import look
 from kvfs.gpu.host_memory import Arenas, HostBuffer, Landed, Pinned, address_of
@@ -134,6 +136,31 @@ def test_arenas_are_pinned_once_and_let_go_with_their_fetcher() -> None:
     for m in (*readers, *maps):
         m.close()
     gc.collect()
+
+
+def test_memory_is_pinned_for_the_device_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that does not say which one it works for would open the first GPU."""
+    device, seen = fakes.FakeDevice(Random(0)), []
+
+    class Noted(Pinned):
+        def __init__(self, memory: Any, **options: Any) -> None:
+            super().__init__(memory, **options)
+            seen.append(threading.get_ident() in device.threads)
+
+        def close(self) -> None:
+            super().close()
+            seen.append(threading.get_ident() in device.threads)
+
+    monkeypatch.setattr(host_memory, "Pinned", Noted)
+    swapper = Swapper(fakes.pages(IDENTITY, 12), IDENTITY, device=device)
+    assert len(seen) == 2, "the trial's"
+    swapper.swap_out([1]).rows()
+    assert len(seen) == 3
+    for begin in (swapper.swap_in, swapper.load):
+        ticket = fakes.FakeTicket(IDENTITY, 4, Random(1))
+        ticket.gone = lambda: True  # type: ignore[method-assign]
+        assert begin(fakes.plan(4), ticket, range(4)).finish() == 4
+    assert len(seen) == 7 and all(seen) and not device.threads
 
 
 def test_what_no_fetcher_lends_is_not_pinned() -> None:
