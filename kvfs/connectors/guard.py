@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from kvfs.errors import InputError, KvfsError
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 
 
 class Guarded(Protocol):
@@ -28,16 +28,16 @@ class Untold(InputError):
     """A miss that needs no words: why was said when it was found out."""
 
 
-def never_raises(instead: Callable[..., T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def never_raises(instead: Callable[..., Any]) -> Callable[[M], M]:
     """Gives what `instead` makes of a method's arguments, `self` among them, where it raises.
 
     instead: must not raise; it may do what is left to do, such as telling the engine that
     something it waits for failed.
     """
 
-    def decorate(method: Callable[..., T]) -> Callable[..., T]:
+    def decorate(method: M) -> M:
         @wraps(method)
-        def call(self: Guarded, *args: Any, **named: Any) -> T:
+        def call(self: Guarded, *args: Any, **named: Any) -> Any:
             try:
                 return method(self, *args, **named)
             except Untold:
@@ -51,6 +51,6 @@ def never_raises(instead: Callable[..., T]) -> Callable[[Callable[..., T]], Call
                 )
             return instead(self, *args, **named)
 
-        return call
+        return cast(M, call)
 
     return decorate

@@ -54,6 +54,7 @@ COUNTERS = {
     "stored_bytes": "Bytes stored",
     "saves_dropped_blocks": "Blocks not stored because there was no room for them in memory",
     "saves_failed": "Puts that failed",
+    "errors": "Calls of vLLM's that failed inside kvfs; each counts as a miss",
 }
 
 
@@ -114,21 +115,17 @@ class Hello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """stored: request -> (first, end) blocks that are stored now; of several workers, what all
-    have. failed: requests whose load failed."""
+    """stored: request -> id of a worker's namespace -> (first, end) blocks that this worker has
+    stored. failed: requests whose load failed."""
 
-    stored: dict[str, tuple[int, int]] = field(default_factory=dict)
+    stored: dict[str, dict[bytes, tuple[int, int]]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews)
         both = {
-            request: (
-                max(span[0], other.stored[request][0]),
-                min(span[1], other.stored[request][1]),
-            )
-            for request, span in self.stored.items()
-            if request in other.stored
+            request: {**self.stored.get(request, {}), **other.stored.get(request, {})}
+            for request in self.stored.keys() | other.stored.keys()
         }
         return WorkerNews(both, self.failed | other.failed)
 

@@ -6,7 +6,7 @@ Plain records and questions about vLLM's own objects, no I/O. For vLLM's schedul
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,9 @@ from kvfs.connectors.vllm_slots import Search
 from kvfs.fetcher.ticket import Ticket
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
+
+Span = tuple[int, int]
+"""Blocks, from the first up to the end."""
 
 
 @dataclass(slots=True)
@@ -80,12 +83,33 @@ class Known:
     """Tokens the worker has been told."""
     saving: bool = True
     counted: bool = False
+    stored: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    """By worker, the blocks that it has stored."""
+    announced: int = 0
+    """Up to which block all of them had, when that was told last."""
 
     def release(self) -> None:
         if self.fetch is not None:
             self.fetch.release()
             self.fetch = None
         self.search = None
+
+    def all_have(self, news: Mapping[bytes, Span], workers: int) -> Span | None:
+        """The blocks that all workers have stored and that were not told of before; None if there
+        are none. news: what some of them have stored since: each stores at its own pace."""
+        for worker, (first, end) in news.items():
+            before = self.stored.get(worker, (first, end))
+            if first <= before[1] and end >= before[0]:
+                first, end = min(first, before[0]), max(end, before[1])
+            self.stored[worker] = first, end
+        if len(self.stored) < workers:
+            return None
+        first = max(self.announced, *(first for first, _ in self.stored.values()))
+        end = min(end for _, end in self.stored.values())
+        if first >= end:
+            return None
+        self.announced = end
+        return first, end
 
 
 def cacheable(request: Any) -> bool:

@@ -5,8 +5,8 @@ memory while the request waits in vLLM's queue, and only what has come and is ve
 to vLLM: blocks that are damaged or late are computed, as if they had never been stored. Nothing
 here blocks or raises into the engine.
 
-Threads: vLLM calls from one thread; another one talks to the fetch process, a third follows the
-store's other writers.
+Threads: vLLM calls from one thread; another one talks to the fetch process and looks for slots, a
+third follows the store's other writers. No two of them share a request's hasher.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 from kvfs.chain import PrefixHasher, as_u32
+from kvfs.connectors.background import Background, within
+from kvfs.connectors.guard import never_raises
 from kvfs.connectors.vllm_identity import variant
 from kvfs.connectors.vllm_layout import NULL_BLOCK, Group
 from kvfs.connectors.vllm_meta import KvfsStats, Load, Meta, Save, Window, WorkerNews
@@ -31,7 +33,6 @@ from kvfs.fetcher.ticket import Ticket
 from kvfs.follow.following import Following
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
-from kvfs.plan import Plan
 from kvfs.store import Store
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class SchedulerSide:
         saves: bool, adapters: Any,
     ) -> None:  # fmt: skip
         """loads, saves: the roles vLLM gave; adapters: name and digest of an adapter request, or
-        None while it is not known (kvfs.connectors.vllm_adapters)."""
+        None while it is not known (kvfs.connectors.vllm_adapters). Raises RuntimeError without
+        threads."""
         self.settings = settings
         self.store = store
         self.groups = groups
@@ -61,8 +63,13 @@ class SchedulerSide:
         self._requests: dict[str, Known] = {}
         self._finished: list[str] = []
         self._pending: list[Load] = []
-        self._following = Following(store).start()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvfs-ask")
+        self._refused: set[str] = set()
+        """Requests that are not cached, and were counted."""
+        with ExitStack() as undo:
+            self._asking = Background("kvfs-ask")
+            undo.callback(self._asking.close, 0)
+            self._following = Following(store).start()
+            undo.pop_all()
         self._fetcher: Fetcher | None = None
         self._finder: Finder | None = None
         self._windows: Sequence[Group] = ()
@@ -92,11 +99,7 @@ class SchedulerSide:
         r.slot = None
         if not self.loads or r.loads >= _LOADS_A_REQUEST:
             return 0
-        try:
-            return self._matched(r, computed)
-        except KvfsError as e:
-            log.warning("%s: no look-up: %s", self.store.path, e)
-            return 0
+        return self._matched(r, computed)
 
     def _matched(self, r: Known, computed: int) -> int | None:
         size, tokens = self.block_tokens, int(r.request.num_tokens)
@@ -139,7 +142,7 @@ class SchedulerSide:
         if self._finder is None or r.slotless:
             return False
         if r.search is None or r.search.end != end:
-            r.search = self._finder.search(self._pool, [hasher for _, hasher in r.hashers], end)
+            r.search = self._finder.search(self._asking, [h for _, h in self._own(r)], end)
         return r.search.there()
 
     def offered(self, request: Any) -> tuple[int, int | None]:
@@ -148,20 +151,11 @@ class SchedulerSide:
         return (0, None) if r is None else (r.end, r.slot)
 
     def _short(self, r: Known, fetch: Fetch, good: int) -> None:
-        """Less came than is stored: what is gone is forgotten, so that it can be stored again."""
+        """Less came than is stored: it is stored again. (What is gone the fetcher reports.)"""
         self.stats.count("fetches_short")
         r.saved = min(r.saved, good)
-        for (ns, hasher), ticket in zip(r.hashers, fetch.landed(), strict=False):
-            log.info("%s: %s", ns.name, ticket.reason)
-            if ticket.lasting:
-                block = ticket.first + ticket.good
-                self._pool.submit(self._report, ns, r.plans[ns.nsid], hasher, block)
-
-    def _report(self, ns: Namespace, plan: Plan, hasher: PrefixHasher, block: int) -> None:
-        try:
-            self.store.report_bad(ns, plan, hasher, block)
-        except KvfsError as e:
-            log.warning("%s: block %d cannot be forgotten: %s", ns.name, block, e)
+        for ticket in fetch.landed():
+            log.info("%s: %s", ticket.ns.name, ticket.reason)
 
     def _count_lookup(self, r: Known, hit: int) -> None:
         if r.counted:
@@ -177,7 +171,9 @@ class SchedulerSide:
         if r is None and self._identities:
             adapter = self._adapters(request.lora_request)
             if not cacheable(request) or adapter is None:
-                self.stats.count("requests_not_cacheable")
+                if request.request_id not in self._refused:  # vLLM asks again and again
+                    self._refused.add(request.request_id)
+                    self.stats.count("requests_not_cacheable")
                 return None
             r = Known(request, request.cache_salt or "", adapter)
             self._requests[request.request_id] = r
@@ -209,31 +205,39 @@ class SchedulerSide:
                 found.append(self.store.catalog.get(own, self.settings.ttl_class))
         return found if len(found) == len(self._identities) else []
 
+    @staticmethod
+    def _own(r: Known) -> list[tuple[Namespace, PrefixHasher]]:
+        """Hashers of a request's tokens for somebody else: a hasher belongs to one thread, and
+        r's are extended while others are still in use."""
+        return [(ns, ns.hasher(hasher.buffer)) for ns, hasher in r.hashers]
+
     def _begin(self, fetcher: Fetcher, r: Known, first: int, end: int) -> Fetch:
-        seconds = self.settings.fetch_seconds
+        seconds, plans, hashers = self.settings.fetch_seconds, r.plans, self._own(r)
 
         def ask() -> list[Ticket]:
             return [
                 fetcher.fetch(
                     ns,
-                    r.plans[ns.nsid],
+                    plans[ns.nsid],
                     hasher,
                     deadline=seconds,
                     first=first,
                     blocks=end - first,
                 )  # fmt: skip
-                for ns, hasher in r.hashers
+                for ns, hasher in hashers
             ]
 
-        return Fetch(first, end, time.monotonic() + seconds, self._pool.submit(ask))
+        return Fetch(first, end, time.monotonic() + seconds, self._asking.submit(ask))
 
     # what the worker has to do
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
-        """vLLM has made room for `external` tokens that are to be loaded."""
-        r = self._requests.get(request.request_id)
-        if r is None or not external:
+        """vLLM has made room for `external` tokens that are to be loaded, and waits for them."""
+        if not external:
             return
+        r = self._requests.get(request.request_id)
+        if r is None:
+            return self.give_up(request)
         end = r.start + external
         r.loads += 1
         own = tuple(self._needed(tables, g, r.start, end) for g in self.groups)
@@ -244,6 +248,10 @@ class SchedulerSide:
         self._pending.append(
             Load(request.request_id, r.start, end, r.salt, r.adapter, r.plans, tokens, own, window)
         )
+
+    def give_up(self, request: Any) -> None:
+        """A load that vLLM waits for and that cannot be: the worker tells it that it failed."""
+        self._pending.append(Load(request.request_id, 0, 0, "", "", {}, b"", ()))
 
     def _needed(
         self, tables: Sequence[Sequence[int]], group: Group, start: int, end: int
@@ -258,19 +266,24 @@ class SchedulerSide:
         """What the worker does in a step: vLLM's SchedulerOutput."""
         meta = Meta(self._pending, [], self._finished)
         self._pending, self._finished = [], []
-        if self.saves and self._identities:
-            for request, done in progress(output):
-                if request in self._requests:
-                    self._requests[request].release()  # what was fetched is loaded
-                save = self._save(output, request, done)
-                if save is not None:
-                    meta.saves.append(save)
+        self._running(output, meta.saves)
         return meta
 
-    def _save(self, output: Any, request: str, done: int) -> Save | None:
-        r = self._requests.get(request)
-        if r is None or not r.saving:
-            return None
+    @never_raises(lambda self, output, saves: None)  # loads go to the worker all the same
+    def _running(self, output: Any, saves: list[Save]) -> None:
+        """What runs in this step needs no fetch any more; `saves`: what is to be stored of it."""
+        for request, done in progress(output):
+            r = self._requests.get(request)
+            if r is None:
+                continue
+            r.release()
+            save = self._save(output, r, done) if self.saves and r.saving else None
+            if save is not None:
+                saves.append(save)
+
+    @never_raises(lambda self, output, r, done: self._not_saved(r))
+    def _save(self, output: Any, r: Known, done: int) -> Save | None:
+        request = r.request.request_id
         # Tokens behind the known ones are drafts, or not sampled yet: their blocks come later.
         known = min(done + output.num_scheduled_tokens[request], r.request.num_tokens)
         size = self.block_tokens
@@ -290,6 +303,11 @@ class SchedulerSide:
         save = Save(request, r.saved, r.told == 0, r.salt, r.adapter, tokens, tables, windows)
         r.told, r.saved = end * size, end
         return save
+
+    @staticmethod
+    def _not_saved(r: Known) -> None:
+        """The worker does not know what it would have been told: nothing more of the request."""
+        r.saving = False
 
     def _kept(
         self, r: Known, tables: Sequence[Sequence[int]], first: int, end: int
@@ -330,12 +348,14 @@ class SchedulerSide:
             if r is not None:
                 r.release()
                 r.slotless = True
-        for request, (first, end) in news.stored.items():
+        for request, spans in news.stored.items():
             r = self._requests.get(request)
-            if r is not None:
-                self.stored.append((r.request, first, end))
+            new = None if r is None else r.all_have(spans, len(self._identities))
+            if r is not None and new is not None:
+                self.stored.append((r.request, *new))
 
     def finished(self, request: Any) -> None:
+        self._refused.discard(request.request_id)
         r = self._requests.pop(request.request_id, None)
         if r is None:
             return
@@ -346,13 +366,24 @@ class SchedulerSide:
         """Neither loads nor stores from now on: what the weights are is not known any more."""
         self.loads = self.saves = False
 
+    def went_wrong(self) -> None:
+        self.stats.count("errors")
+
     def close(self) -> None:
+        """Leaves the store, within `flush_seconds`. What hangs is left behind."""
         for r in self._requests.values():
             r.release()
         self._requests.clear()
-        self._pool.shutdown(cancel_futures=True)
+        ended = self._asking.close(self.settings.flush_seconds, drop=True)
         if self._fetcher is not None:
             self._fetcher.close()
+        try:
+            if not ended or not within(self.settings.flush_seconds, self._leave):
+                log.warning("%s: it does not answer, and is left as it is", self.store.path)
+        except KvfsError as e:
+            log.warning("%s: %s", self.store.path, e)
+
+    def _leave(self) -> None:
         if self._finder is not None:
             self._finder.close()
         self._following.stop()

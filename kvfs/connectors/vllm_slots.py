@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfs.chain import PrefixHasher
+from kvfs.connectors.background import Background
 from kvfs.connectors.vllm_layout import NULL_BLOCK, Layout
 from kvfs.connectors.vllm_meta import Tables, Window
 from kvfs.connectors.vllm_settings import Settings
@@ -184,8 +185,9 @@ class Finder:
         client = None if secret is None else PeerClient(secret)
         return cls(store, pools, client, settings.slot_seconds)
 
-    def search(self, pool: Executor, hashers: Sequence[PrefixHasher], end: int) -> Search:
-        """Begins to look, on another thread. hashers: of the request, for each worker."""
+    def search(self, pool: Background, hashers: Sequence[PrefixHasher], end: int) -> Search:
+        """Begins to look, on another thread. hashers: of the request's tokens, for each worker, and
+        for this search alone."""
         until = time.monotonic() + self._seconds
         return Search(end, until, pool.submit(self._find, list(hashers), end, until))
 

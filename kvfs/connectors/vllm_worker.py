@@ -14,11 +14,14 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from kvfs.chain import PrefixHasher
+from kvfs.connectors.background import within
+from kvfs.connectors.guard import never_raises
 from kvfs.connectors.vllm_identity import variant
 from kvfs.connectors.vllm_layout import NULL_BLOCK, Layout
 from kvfs.connectors.vllm_memory import SaveMemory
@@ -55,14 +58,14 @@ class WorkerSide:
         fetcher: Fetcher | None, keeper: Keeper | None = None,
     ) -> None:  # fmt: skip
         """fetcher: None to read in this process; keeper: of windows that vLLM could replay, None
-        where it replays them."""
+        where it replays them. What is given is closed by `close`, and by nobody if this raises:
+        OSError without memory, RuntimeError without threads, what torch raises."""
         self.settings = settings
         self.store = store
         self.identity = identity
         self.layout = layout
         self.keeper = keeper
         self._fetcher = fetcher
-        self._swapper = layout.swapper()
         self._lock = threading.Lock()
         self._stats = KvfsStats()
         self._news = WorkerNews()
@@ -70,7 +73,6 @@ class WorkerSide:
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[_Taken | str | None] = queue.SimpleQueue()
         self._loading = 0
-        self._memory = SaveMemory(settings.save_bytes)
         self._stored = threading.Condition(self._lock)
         self._idle = threading.Event()
         self._idle.set()
@@ -81,8 +83,15 @@ class WorkerSide:
             threading.Thread(target=self._run_loads, name="kvfs-load", daemon=True),
             threading.Thread(target=self._run_saves, name="kvfs-save", daemon=True),
         ]
-        for thread in self._threads:
-            thread.start()
+        with ExitStack() as undo:
+            self._memory = SaveMemory(settings.save_bytes)
+            undo.callback(self._memory.close)
+            self._swapper = layout.swapper()
+            undo.callback(self._swapper.close)
+            undo.callback(self._loads.put, None)
+            for thread in self._threads:
+                thread.start()
+            undo.pop_all()
 
     # a step
 
@@ -101,9 +110,9 @@ class WorkerSide:
             if save.request not in self._off:
                 self._take(save)
         for request in meta.finished:
-            self._off.discard(request)
             self._saves.put(request)
 
+    @never_raises(lambda self, save: self._off.add(save.request))
     def _take(self, save: Save) -> None:
         blocks = len(save.tables[0]) // len(self.layout.slots(0, 0))
         own = blocks * self.layout.row_bytes
@@ -116,8 +125,8 @@ class WorkerSide:
         if memory is None:
             self._off.add(save.request)
             return
-        windows = memory[own:].split(each) if wanted else ()
         try:
+            windows = memory[own:].split(each) if wanted else ()
             self.layout.gather(save.tables, memory[:own])
             for window, into in zip(wanted, windows, strict=True):
                 assert self.keeper is not None
@@ -143,6 +152,9 @@ class WorkerSide:
         with self._lock:
             stats, self._stats = self._stats, KvfsStats()
         return None if stats.is_empty() else stats
+
+    def went_wrong(self) -> None:
+        self._count("errors")
 
     def _count(self, name: str, n: float = 1) -> None:
         with self._lock:
@@ -175,6 +187,8 @@ class WorkerSide:
                     self._idle.set()
 
     def _load(self, load: Load) -> bool:
+        if not load.plans:
+            return False  # the scheduler had to give it up
         ns = self._namespace(load.salt, load.adapter)
         plan = load.plans.get(ns.nsid)
         first, end = self._blocks(load)
@@ -244,8 +258,9 @@ class WorkerSide:
     def _run_saves(self) -> None:
         hashers: dict[str, PrefixHasher] = {}
         while (job := self._saves.get()) is not None:
-            if isinstance(job, str):
+            if isinstance(job, str):  # a request that ended, and all of its saves before it
                 hashers.pop(job, None)
+                self._off.discard(job)
                 if self.keeper is not None:
                     self.keeper.forget(job)
                 continue
@@ -274,8 +289,9 @@ class WorkerSide:
         if result.error is not None:
             return self._failed(save, result.error)
         with self._lock:
-            first = self._news.stored.get(save.request, (save.first, 0))[0]
-            self._news.stored[save.request] = first, hasher.n_blocks
+            own = self._news.stored.setdefault(save.request, {})
+            first = own.get(self.identity.nsid, (save.first, 0))[0]
+            own[self.identity.nsid] = first, hasher.n_blocks
         for window, row in zip(save.windows, windows, strict=False):
             if self.keeper is not None and self.keeper.keep(save.request, hasher, window, row):
                 self._count("slots_stored")
@@ -311,6 +327,7 @@ class WorkerSide:
                 self.keeper.close()
             self._memory.close()
             try:
-                self.store.close()
+                if not within(self.settings.flush_seconds, self.store.close):
+                    log.warning("%s: it does not answer, and is left as it is", self.store.path)
             except KvfsError as e:
                 log.warning("%s: %s", self.store.path, e)

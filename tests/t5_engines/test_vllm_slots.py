@@ -155,6 +155,21 @@ def test_of_what_is_generated_the_last_window_is_kept(halves: Any) -> None:
         assert sorted(meta.position for meta in pool.metas()) == [512, 768]
 
 
+def test_a_search_has_hashers_of_its_own(halves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on while the request's are extended and asked for lineages."""
+    half, seen = prefilled(halves), []
+    search = Finder.search
+
+    def spy(self: Finder, pool: Any, hashers: Any, end: int) -> Search:
+        seen.extend(hashers)
+        return search(self, pool, hashers, end)
+
+    monkeypatch.setattr(Finder, "search", spy)
+    assert asked(half, request(IDS, "other")) == 512
+    ((_, own),) = half.scheduler._requests["other"].hashers
+    assert seen and own not in seen
+
+
 # not served
 
 

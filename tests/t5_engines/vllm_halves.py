@@ -23,6 +23,11 @@ from kvfs.connectors.vllm_worker import WorkerSide
 from kvfs.layout import Partition
 
 PAGES, TOKENS = 40, 64
+IDLE = SimpleNamespace(
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+)
+"""A step in which nothing is computed."""
 
 
 def full(tokens: int = TOKENS, **more: Any) -> Any:
@@ -120,8 +125,7 @@ class Half:
 
     def load(self, request: Any, hit: int, tables: Any) -> bool:
         self.scheduler.allocated(request, tables, hit)
-        nothing = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        self.step(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=nothing))
+        self.step(IDLE)
         until = time.monotonic() + 10
         while not (loaded := self.worker.loaded()):
             assert time.monotonic() < until
