@@ -232,7 +232,8 @@ def retire(env: Env) -> None:
     else gets it. It stays open, since others may be reading it."""
     with _lock:
         env.forget_lock()
-        _abandoned.append(env)
+        if env not in _abandoned:  # there was no other to be had, the last time
+            _abandoned.append(env)
         if _open.get(env.path) is env:
             del _open[env.path]
 

@@ -146,7 +146,10 @@ class Guard:
         )
 
     def leave(self, *, stamp: bool) -> None:
-        """Leaves, noting first that the index was closed in order if told so."""
+        """Leaves, noting first that the index was closed in order if told so. Once is enough."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
         try:
             if stamp:
                 self._write_stamp()
@@ -154,8 +157,8 @@ class Guard:
             # A forked child has a copy of the descriptor, and the lock is theirs together: the
             # parent lets go of it for both, the child only closes its copy.
             if os.getpid() == self._pid:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
 
 
 def throw_away(path: str) -> None:

@@ -98,34 +98,36 @@ class Index:
         self._lock = threading.Lock()
 
     def _connect(self) -> None:
-        self._guard = Guard(self.path)
-        self.discarded = self._guard.discarded
-        """Why an older index was thrown away at open, or None."""
+        """Takes an environment and a place in it; where that fails all stays as it is."""
+        guard = Guard(self.path)
         try:
-            self._env, _ = acquire(self.path, self._map_bytes)
+            env, _ = acquire(self.path, self._map_bytes)
+            try:
+                self._check_meta(env, guard)
+            except BaseException:
+                release(env)
+                raise
         except BaseException:
-            self._guard.leave(stamp=False)
+            guard.leave(stamp=False)
             raise
+        self._guard, self._env = guard, env
         self._generation = generation()
         self._segments: dict[int, Segment] = {}
-        try:
-            self._check_meta()
-        except BaseException:
-            self.close()
-            raise
+        self.discarded = guard.discarded
+        """Why an older index was thrown away at open, or None."""
 
-    def _check_meta(self) -> None:
-        with self._env.read() as txn:
+    def _check_meta(self, env: Env, guard: Guard) -> None:
+        with env.read() as txn:
             found = (txn.get(META + b"format"), txn.get(META + b"store"))
             format_, store = (None if v is None else bytes(v) for v in found)
         if format_ is None:
-            self._guard.entered()
+            guard.entered()
 
             def create(txn: Any) -> None:
                 txn.put(META + b"format", FORMAT, overwrite=False)
                 txn.put(META + b"store", self.store, overwrite=False)
 
-            self._env.write(create)
+            env.write(create)
         elif format_ != FORMAT or store != self.store:
             raise IndexFault(
                 f"{self.path}: an index of format {format_!r} for store "

@@ -25,6 +25,7 @@ from kvfs.frames import NamespaceEntry, RunEntry, SegmentEntry
 from kvfs.index import Index, guard
 from kvfs.index import env as env_module
 from kvfs.index.apply import Applier
+from kvfs.index.schema import META
 from kvfs.store import Store
 from kvfs.testing import children
 from kvfs.testing.blocks import small_identity
@@ -166,6 +167,56 @@ def test_an_index_that_another_process_made_anew(
         assert host.put(PROMPTS[5]).complete and host.good(PROMPTS[5]) == 6
     assert stock.good(PROMPTS[3]) == 4
     assert index_faults(stock.store.index) == []
+
+
+@pytest.mark.parametrize("why", ["deleted", "forked"])
+def test_an_index_that_cannot_be_had_is_tried_again(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """And nothing that others have opened meanwhile is closed."""
+    assert stock.put(PROMPTS[3]).complete
+    index = stock.store.index
+
+    def refuse(*_: object) -> None:
+        raise KvfsError("no descriptors left")
+
+    def again() -> None:
+        with monkeypatch.context() as m:
+            m.setattr("kvfs.index.index.acquire", refuse)
+            for _ in range(2):
+                with pytest.raises(KvfsError, match="no descriptors"):
+                    index.revive()
+        fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+        assert index.revive() is (why == "deleted")
+        for fd in fds:
+            os.close(fd)  # EBADF if it was closed
+        stock.store.catch_up()
+        assert stock.good(PROMPTS[3]) == 4
+
+    if why == "deleted":
+        shutil.rmtree(index.path)
+        again()
+    else:
+        assert children.run(again) == 0
+
+
+def test_an_index_that_others_made_useless_is_not_closed(stock: Stock) -> None:
+    """What this process has of it goes on until there is another one to be had."""
+    assert stock.put(PROMPTS[3]).complete
+    index = stock.store.index
+    shutil.rmtree(index.path)
+    newer = Index(index.path + ".new", index.store)
+    newer.write(lambda a: a.txn.put(META + b"format", b"2"))
+    newer.close()
+    os.rename(newer.path, index.path)
+    for _ in range(2):
+        with pytest.raises(KvfsError, match="format"):
+            index.revive()
+    assert stock.good(PROMPTS[3]) == 4
+    shutil.rmtree(index.path)
+    assert index.revive() is True
+    stock.store.catch_up()
+    assert stock.good(PROMPTS[3]) == 4
 
 
 # fork
