@@ -16,6 +16,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import vllm
@@ -29,9 +30,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvfs.connectors.fetching import fetcher_of
+from kvfs.connectors.guard import never_raises
 from kvfs.connectors.vllm_adapters import Adapters
-from kvfs.connectors.vllm_identity import base_identity, find_tokenizer, find_weights
-from kvfs.connectors.vllm_layout import groups_of, measure
+from kvfs.connectors.vllm_identity import (
+    base_identity,
+    find_draft,
+    find_tokenizer,
+    find_weights,
+)
+from kvfs.connectors.vllm_layout import Layout, groups_of, measure
 from kvfs.connectors.vllm_meta import Hello, KvfsPromMetrics, KvfsStats, Meta
 from kvfs.connectors.vllm_scheduler import SchedulerSide, check_groups
 from kvfs.connectors.vllm_settings import Settings
@@ -45,7 +53,6 @@ from kvfs.connectors.vllm_window import (
 from kvfs.connectors.vllm_worker import WorkerSide
 from kvfs.errors import InputError, KvfsError
 from kvfs.fetcher.engine import Fetcher
-from kvfs.fetcher.launch import Options
 from kvfs.index.place import default_root
 from kvfs.layout import Identity, Partition
 from kvfs.store import Store
@@ -85,40 +92,61 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         config, settings = self._kv_transfer_config, self._settings
         try:
-            groups = groups_of(self._kv_cache_config)
-            store = _open(settings)
-            self._adapters = Adapters(_digests(settings))
-            self._scheduler = SchedulerSide(
-                settings, store, groups, loads=config.is_kv_consumer, saves=config.is_kv_producer,
-                adapters=self._adapters,
-            )  # fmt: skip
-        except KvfsError as e:
-            log.warning("kvfs is off: %s", e)
+            with ExitStack() as undo:
+                groups = groups_of(self._kv_cache_config)
+                store = _open(settings)
+                undo.callback(store.close)
+                adapters = Adapters(_digests(settings))
+                undo.callback(adapters.close)
+                self._scheduler = SchedulerSide(
+                    settings, store, groups, loads=config.is_kv_consumer,
+                    saves=config.is_kv_producer, adapters=adapters,
+                )  # fmt: skip
+                self._adapters = adapters
+                undo.pop_all()
+        except Exception as e:
+            _off("kvfs is off", e)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        settings = self._settings
         try:
-            backend = _backends(self._vllm_config, kv_caches)
-            layout = measure(self._kv_cache_config, kv_caches, settings.block_tokens, backend)
-            identity = base_identity(
-                self._vllm_config, layout, vllm.__version__, _partition(self._vllm_config),
-                weights=settings.weights or find_weights(self._vllm_config, _digests(settings)),
-                tokenizer=find_tokenizer(self._vllm_config, _digests(settings)),
-                salt=settings.salt, backend=backend,
-            )  # fmt: skip
-            window = measure_window(self._kv_cache_config, kv_caches, layout.block_tokens)
-            if window is not None:
-                identity = with_window(identity, window)
-            store = _open(settings)
-            store.create_namespace(identity, default_class=settings.ttl_class)
-            fetcher = _fetcher(settings, store, wait=True)
-            keeper = None
-            if window is not None:
-                keeper = Keeper.open(settings, store, identity, window)
-            self._worker = WorkerSide(settings, store, identity, layout, fetcher, keeper)
-        except KvfsError as e:
-            log.warning("kvfs is off in this worker, and so in the engine: %s", e)
+            with ExitStack() as undo:
+                self._worker = self._make_worker(kv_caches, undo)
+                undo.pop_all()
+        except Exception as e:
+            _off("kvfs is off in this worker, and so in the engine", e)
 
+    def _make_worker(self, kv_caches: dict[str, Any], undo: ExitStack) -> WorkerSide:
+        """undo: gets what is to be closed if this raises, which it may do in any way."""
+        settings = self._settings
+        backend = _backends(self._vllm_config, kv_caches)
+        layout = measure(self._kv_cache_config, kv_caches, settings.block_tokens, backend)
+        identity = self._identity(layout, backend)
+        window = measure_window(self._kv_cache_config, kv_caches, layout.block_tokens)
+        if window is not None:
+            identity = with_window(identity, window)
+        store = _open(settings)
+        undo.callback(store.close)
+        store.create_namespace(identity, default_class=settings.ttl_class)
+        fetcher = _fetcher(settings, store, wait=True)
+        if fetcher is not None:
+            undo.callback(fetcher.close)
+        keeper = None if window is None else Keeper.open(settings, store, identity, window)
+        if keeper is not None:
+            undo.callback(keeper.close)
+        return WorkerSide(settings, store, identity, layout, fetcher, keeper)
+
+    def _identity(self, layout: Layout, backend: str) -> Identity:
+        """This worker's. Raises InputError if something of it cannot be told."""
+        settings, config = self._settings, self._vllm_config
+        digests = _digests(settings)
+        weights = settings.weights or find_weights(config, digests)
+        return base_identity(
+            config, layout, vllm.__version__, _partition(config), weights=weights,
+            tokenizer=find_tokenizer(config, digests), salt=settings.salt, backend=backend,
+            draft=find_draft(config, weights, digests),
+        )  # fmt: skip
+
+    @never_raises(lambda self: None)
     def get_handshake_metadata(self) -> Hello | None:
         if self._worker is None:
             return None
@@ -132,6 +160,7 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._hear(list(metadata.values()))
 
+    @never_raises(lambda self, hellos: None)
     def _hear(self, hellos: list[Hello]) -> None:
         """All workers have said who they are; one that is missing keeps kvfs off."""
         parallel = self._vllm_config.parallel_config
@@ -144,14 +173,15 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except InputError as e:
             log.warning("kvfs is off: %s", e)
             return
-        fetcher = _fetcher(self._settings, self._scheduler.store)
+        windows = window_groups(self._kv_cache_config, identities[0].block_tokens)
         workers = list(zip(identities, (hello.pool for hello in hellos), strict=True))
         finder = Finder.open(self._settings, self._scheduler.store, workers)
-        windows = window_groups(self._kv_cache_config, identities[0].block_tokens)
+        fetcher = _fetcher(self._settings, self._scheduler.store)
         self._scheduler.ready(identities, fetcher, finder if windows else None, windows)
 
     # scheduler
 
+    @never_raises(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -160,17 +190,25 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
+    @never_raises(lambda self, request: loaded_group_ids(self._kv_cache_config, 0, None))
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         end, slot = (0, None) if self._scheduler is None else self._scheduler.offered(request)
         return loaded_group_ids(self._kv_cache_config, end, slot)
 
+    @never_raises(lambda self, request, blocks, num_external_tokens: self._give_up(request))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    def _give_up(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.give_up(request)
+
+    @never_raises(lambda self, scheduler_output: Meta())
     def build_connector_meta(self, scheduler_output: Any) -> Meta:
         return Meta() if self._scheduler is None else self._scheduler.meta(scheduler_output)
 
+    @never_raises(lambda self, connector_output: None)
     def update_connector_output(self, connector_output: Any) -> None:
         news = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and news is not None:
@@ -179,6 +217,7 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @never_raises(lambda self, request, block_ids: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
@@ -193,6 +232,7 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.stop()
         return True
 
+    @never_raises(lambda self: [])
     def take_events(self) -> Iterable[Any]:
         if self._scheduler is None:
             return []
@@ -224,6 +264,7 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # worker
 
+    @never_raises(lambda self, *_, **__: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._get_connector_metadata())
@@ -236,10 +277,12 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Blocks are taken when all of their layers are computed."""
 
+    @never_raises(lambda self: None)
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.take_saves(self._get_connector_metadata())
 
+    @never_raises(lambda self, finished_req_ids: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded = {} if self._worker is None else self._worker.loaded()
         return KVConnectorTransferResults(
@@ -251,11 +294,18 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Waits until the blocks of all steps so far are stored; for who measures or tests."""
         return self._worker is None or self._worker.flush(seconds)
 
+    @never_raises(lambda self: None)
     def build_connector_worker_meta(self) -> Any:
         return None if self._worker is None else self._worker.news()
 
     # figures
 
+    def went_wrong(self) -> None:
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.went_wrong()
+
+    @never_raises(lambda self: None)
     def get_kv_connector_stats(self) -> KvfsStats | None:
         if self._worker is not None:
             return self._worker.stats()
@@ -275,16 +325,20 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> KvfsPromMetrics:  # fmt: skip
         return KvfsPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @never_raises(lambda self: None)
     def shutdown(self) -> None:
         """Stores what is waiting. May be called twice."""
         atexit.unregister(self.shutdown)
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._adapters is not None:
-            self._adapters.close()
-        self._worker = self._scheduler = self._adapters = None
+        with ExitStack() as ending:
+            for part in (self._adapters, self._scheduler, self._worker):
+                if part is not None:
+                    ending.callback(part.close)
+            self._worker = self._scheduler = self._adapters = None
+
+
+def _off(what: str, why: Exception) -> None:
+    """Says it; where the reason is none of ours, with the place."""
+    log.warning("%s: %s", what, why, exc_info=not isinstance(why, KvfsError))
 
 
 def _open(settings: Settings) -> Store:
@@ -299,11 +353,8 @@ def _fetcher(settings: Settings, store: Store, *, wait: bool = False) -> Fetcher
     """A client of the fetch process; wait: until it is there, so that the first requests hit."""
     if settings.fetch == "inline":
         return None
-    options = Options(arena_bytes=settings.arena_bytes)
-    fetcher = Fetcher(store.path, store.uuid, options, report=store.report_bad)
-    if wait and not fetcher.ready(options.start_seconds):
-        log.warning("no fetch process yet: %s", fetcher.problem or "it does not answer")
-    return fetcher
+    # The worker tells of hits, of all that is stored of a prefix and not only of what was loaded.
+    return fetcher_of(store, settings.arena_bytes, hit=False, wait=wait)
 
 
 def _partition(vllm_config: Any) -> Partition:

@@ -7,12 +7,14 @@ until it is known, requests with it are not cached. No vLLM is imported here.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from kvfs.connectors.background import Background
 from kvfs.connectors.digests import digest_files
 
+_CLOSE_SECONDS = 1.0
 _FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
 
 
@@ -20,10 +22,11 @@ class Adapters:
     """Names of adapters for identities. For one thread."""
 
     def __init__(self, cache: str | os.PathLike[str]) -> None:
-        """cache: directory where digests are kept."""
+        """cache: directory where digests are kept. Raises RuntimeError without threads."""
         self._cache = cache
-        self._known: dict[str, Future[str]] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvfs-adapters")
+        self._known: dict[str, tuple[int, Future[str]]] = {}
+        """By path: vLLM's number of the adapter that was loaded from there last, and its digest."""
+        self._background = Background("kvfs-adapters")
 
     def __call__(self, lora_request: Any) -> str | None:
         """Name and digest; "" for no adapter, None for one that cannot be told (yet).
@@ -34,13 +37,17 @@ class Adapters:
             return ""
         if getattr(lora_request, "load_inplace", False):
             return None  # the files may have changed since vLLM read them
-        path = str(lora_request.lora_path)
-        if path not in self._known:
-            self._known[path] = self._pool.submit(digest_files, Path(path), _FILES, self._cache)
-        digest = self._known[path]
+        path, number = str(lora_request.lora_path), int(lora_request.lora_int_id)
+        if path not in self._known or self._known[path][0] < number:
+            # Loaded anew: the files may be others. A file that has not changed is not read again.
+            future = self._background.submit(digest_files, Path(path), _FILES, self._cache)
+            self._known[path] = number, future
+        newest, digest = self._known[path]
+        if number != newest:
+            return None  # what it was loaded from may be gone
         if not digest.done() or digest.exception() is not None or not digest.result():
             return None
         return f"{lora_request.lora_name}@{digest.result()}"
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._background.close(_CLOSE_SECONDS, drop=True)

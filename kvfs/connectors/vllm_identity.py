@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvfs.connectors.digests import COMMIT, WEIGHTS, digest_files, shaping, stretches
-from kvfs.connectors.settings import KeyedSettings
 from kvfs.connectors.vllm_layout import Layout
 from kvfs.errors import InputError
-from kvfs.layout import EXTERNAL_HASH, Identity, Partition, Span
+from kvfs.layout import Identity, Partition
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
@@ -30,18 +29,19 @@ _TOKENIZER = (
 
 def base_identity(
     vllm_config: Any, layout: Layout, version: str, partition: Partition, *, weights: str,
-    tokenizer: str, salt: str, backend: str,
+    tokenizer: str, salt: str, backend: str, draft: str = "",
 ) -> Identity:  # fmt: skip
     """The identity of a worker's KV, for requests without salt and adapter of their own.
 
-    version: of vLLM; backend: names of the attention backends. Raises InputError.
+    version: of vLLM; backend: names of the attention backends; draft: of `find_draft`. Raises
+    InputError.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     minor = ".".join(version.split(".")[:2])
     dtypes = f"{_plain(model.dtype)},cache:{_plain(cache.cache_dtype)}"
     return Identity(
         model=os.path.basename(str(model.model).rstrip("/")) or "model",
-        weights=f"{weights} config:{config_digest(vllm_config)}",
+        weights=f"{weights} config:{config_digest(vllm_config)}{draft and f' draft:{draft}'}",
         tokenizer=tokenizer,
         spans=layout.spans(),
         row_bytes=layout.row_bytes,
@@ -67,11 +67,14 @@ def config_digest(vllm_config: Any) -> str:
     facts: dict[str, Any] = {
         "hf": shaping(model.hf_config.to_dict()),
         "quantization": _plain(getattr(model, "quantization", None)),
-        "scales": bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
     }
     if stretches(facts["hf"]):
         # vLLM derives such a RoPE from the longest prompt it was started for.
         facts["max_model_len"] = model.max_model_len
+    return _digest(facts)
+
+
+def _digest(facts: Any) -> str:
     data = json.dumps(facts, sort_keys=True, default=str)
     return blake2b(data.encode(), digest_size=8).hexdigest()
 
@@ -86,8 +89,43 @@ def find_weights(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
     cache: directory where digests are kept. Reads the weights, where no digest of them is kept.
     Raises InputError if neither can be told.
     """
-    model = vllm_config.model_config
-    if _plain(getattr(vllm_config.load_config, "load_format", "")).endswith("dummy"):
+    found = _weights(vllm_config.model_config, vllm_config.load_config, cache)
+    if not found:
+        raise InputError(
+            f"the revision of the weights of {vllm_config.model_config.model} cannot be told: "
+            "give `weights` in kv_connector_extra_config"
+        )
+    return found
+
+
+def find_draft(vllm_config: Any, weights: str, cache: str | os.PathLike[str]) -> str:
+    """The same of the draft model, with its configuration: its layers are in the same blocks. ""
+    where there is none.
+
+    weights: of the model itself. Raises InputError if they cannot be told.
+    """
+    spec = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(spec, "draft_model_config", None)
+    if getattr(spec, "method", None) == "custom_class":
+        raise InputError("what a proposer of a class of one's own keeps cannot be told")
+    # Where vLLM guesses from the prompt alone it gives the model itself.
+    if spec is None or draft is None or draft is vllm_config.model_config:
+        return ""
+    if str(draft.model) != str(vllm_config.model_config.model):
+        load = getattr(spec, "draft_load_config", None) or vllm_config.load_config
+        weights = _weights(draft, load, cache)
+    if not weights:
+        raise InputError(
+            f"the revision of the weights of {draft.model}, the draft model, cannot be told: give "
+            "its commit as `revision` of --speculative-config"
+        )
+    facts = [shaping(draft.hf_config.to_dict()), _plain(getattr(draft, "quantization", None))]
+    return f"{spec.method},{weights},config:{_digest(facts)}"
+
+
+def _weights(model: Any, load_config: Any, cache: str | os.PathLike[str]) -> str:
+    """A revision or a digest of a model's weights; "" if neither can be told."""
+    if _plain(getattr(load_config, "load_format", "")).endswith("dummy"):
         return f"dummy:{model.seed}"
     path = Path(str(model.model))
     if path.exists():
@@ -97,48 +135,7 @@ def find_weights(vllm_config: Any, cache: str | os.PathLike[str]) -> str:
     for commit in (getattr(model.hf_config, "_commit_hash", None), model.revision):
         if commit and COMMIT.fullmatch(str(commit)):
             return f"{model.model}@{commit}"
-    raise InputError(
-        f"the revision of the weights of {model.model} cannot be told: give `weights` in "
-        "kv_connector_extra_config"
-    )
-
-
-def tier_identities(
-    spec: Any, row_bytes: int, settings: KeyedSettings, cache: Path, version: str
-) -> dict[int, Identity]:
-    """For each KV cache group the identity of its chunks, which vLLM names itself.
-
-    spec: vLLM's OffloadingSpec. A chunk holds the share of all ranks, so the number of ranks counts
-    and none is one's own. Raises InputError if the weights cannot be told.
-    """
-    config = spec.config
-    path, parallel = Path(config.model.name), config.parallel
-    weights = settings.weights or (digest_files(path, WEIGHTS, cache) if path.exists() else "")
-    if not weights:
-        raise InputError(
-            f"the revision of the weights of {config.model.name} cannot be told: give `weights` "
-            "in the tier's settings"
-        )
-    shape = {
-        "groups": [[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in config.groups],
-        "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
-        "ranks": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-        "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
-    }
-    digest = blake2b(json.dumps(shape).encode(), digest_size=8).hexdigest()
-    files = digest_files(path, ("config.json",), cache) if path.exists() else ""
-    minor = ".".join(version.split(".")[:2])
-    form = f"vllm-{minor}-chunks,{_plain(config.model.dtype)},layout:{digest}"
-    return {
-        g.group_id: Identity(
-            model=path.name or "model", weights=f"{weights} config:{files or 'none'}",
-            tokenizer="none", spans=(Span(0, "kv", 0, row_bytes),), row_bytes=row_bytes,
-            record_format=f"{form},group:{g.group_id}",
-            block_tokens=g.tokens_per_block * config.cache.blocks_per_chunk,
-            hash=EXTERNAL_HASH, salt=settings.salt,
-        )
-        for g in config.groups
-    }  # fmt: skip
+    return ""
 
 
 def find_tokenizer(vllm_config: Any, cache: str | os.PathLike[str]) -> str:

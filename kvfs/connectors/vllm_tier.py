@@ -20,7 +20,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +36,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvfs.connectors.background import Background
+from kvfs.connectors.guard import never_raises
 from kvfs.connectors.keyed_link import Link
 from kvfs.connectors.settings import KeyedSettings, parse
-from kvfs.connectors.vllm_identity import tier_identities
-from kvfs.errors import KvfsError
+from kvfs.connectors.vllm_tier_identity import tier_identities
 from kvfs.index.place import default_root
 
 __all__ = ["KvfsTier"]
@@ -80,9 +82,13 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         self._identities = tier_identities(
             offloading_spec, self.block_size_bytes, self._settings, digests, vllm.__version__
         )
-        self._link = Link(self._settings)
-        self._pool_of_loads = ThreadPoolExecutor(1, thread_name_prefix="kvfs-load")
-        self._pool_of_stores = ThreadPoolExecutor(1, thread_name_prefix="kvfs-store")
+        with ExitStack() as undo:
+            self._link = Link(self._settings)
+            undo.callback(self._link.close)
+            self._loading = Background("kvfs-load")
+            undo.callback(self._loading.close, 0)
+            self._storing = Background("kvfs-store")
+            undo.pop_all()
         self._lock = threading.Lock()
         self._futures: set[Any] = set()
         self._done: list[JobResult] = []
@@ -91,15 +97,12 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
 
     # look-up
 
+    @never_raises(lambda self, key, req_context: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         identity = self._identities.get(get_offload_group_idx(key))
         if identity is None or self._missing.get(key, 0.0) > time.monotonic():
             return LookupResult.MISS
-        try:
-            (found,) = self._link.have(identity, [bytes(key)])
-        except KvfsError as e:
-            log.warning("%s: no look-up: %s", self._settings.store, e)
-            return LookupResult.MISS
+        (found,) = self._link.have(identity, [bytes(key)])
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -107,8 +110,11 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
 
     # jobs
 
+    # vLLM waits for the result of each job.
+
+    @never_raises(lambda self, job_metadata: self._ended(job_metadata, [], 0.0))
     def submit_load(self, job_metadata: Any) -> None:
-        self._submit(self._pool_of_loads, self._load, job_metadata)
+        self._submit(self._loading, self._load, job_metadata)
 
     def submit_store(self, job_metadata: Any) -> None:
         size = len(job_metadata.keys) * self.block_size_bytes
@@ -118,11 +124,15 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
                 self._done.append(JobResult(job_metadata.job_id, False))
                 return
             self._storing_bytes += size
-        self._submit(self._pool_of_stores, self._store, job_metadata)
+        self._submit_store(job_metadata)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[_Stretch], int], job: Any) -> None:
+    @never_raises(lambda self, job: self._ended(job, [], 0.0))
+    def _submit_store(self, job: Any) -> None:
+        self._submit(self._storing, self._store, job)
+
+    def _submit(self, on: Background, work: Callable[[_Stretch], int], job: Any) -> None:
         # Now, since vLLM may change what a request knows of its chunks.
-        future = pool.submit(self._run, work, job, list(self._stretches(job)))
+        future = on.submit(self._run, work, job, list(self._stretches(job)))
         with self._lock:
             self._futures.add(future)
         future.add_done_callback(self._forget)
@@ -229,15 +239,19 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
 
     # the end
 
+    def went_wrong(self) -> None:
+        self._link.count("errors")
+
+    @never_raises(lambda self: None)
     def shutdown(self) -> None:
         """Stores what is waiting, for `save_seconds` at most, and lets vLLM's memory go."""
-        with self._lock:
-            futures = list(self._futures)
-        late = wait(futures, self._settings.save_seconds).not_done
-        for pool in (self._pool_of_loads, self._pool_of_stores):
-            pool.shutdown(wait=not late, cancel_futures=True)
-        if late:
-            log.warning("%s: %d jobs did not end", self._settings.store, len(late))
+        until = time.monotonic() + self._settings.save_seconds
+        ended = [
+            threads.close(max(0.0, until - time.monotonic()))
+            for threads in (self._storing, self._loading)
+        ]
+        if not all(ended):
+            log.warning("%s: not all jobs ended", self._settings.store)
             return
         self._chunks.release()
         self._link.close()

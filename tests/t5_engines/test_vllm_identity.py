@@ -56,7 +56,7 @@ def vllm_config(path: Path, **model: Any) -> Any:
             **{"model": str(path), "dtype": torch.float16, "hf_config": hf, "quantization": None,
                "revision": None, "seed": 0, "max_model_len": 4096, "tokenizer": None, **model}
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         load_config=SimpleNamespace(load_format="auto"),
     )  # fmt: skip
 
@@ -175,18 +175,80 @@ def test_adapters_are_named_by_content(tmp_path: Path) -> None:
     path = tmp_path / "lora"
     path.mkdir()
     (path / "adapter_model.safetensors").write_bytes(b"one")
-    lora = SimpleNamespace(lora_path=str(path), lora_name="x", load_inplace=False)
+    lora = SimpleNamespace(
+        lora_path=str(path), lora_name="x", lora_int_id=1, load_inplace=False
+    )  # fmt: skip
     adapters = Adapters(tmp_path / "c")
     try:
         assert adapters(None) == ""
         while (name := adapters(lora)) is None:
             pass
         assert name.startswith("x@xxh3:")
-        nowhere = SimpleNamespace(lora_path="org/lora", lora_name="y", load_inplace=False)
+        nowhere = SimpleNamespace(
+            lora_path="org/lora", lora_name="y", lora_int_id=2, load_inplace=False
+        )
         lora.load_inplace = True
         assert adapters(lora) is None and adapters(nowhere) is None
     finally:
         adapters.close()
+
+
+def test_an_adapter_that_is_loaded_anew_may_be_another(tmp_path: Path) -> None:
+    """Under its old name and path; what is left of the first one is not told by the new files."""
+    path = tmp_path / "lora"
+    path.mkdir()
+
+    def loaded(number: int, content: bytes) -> Any:
+        (path / "adapter_model.safetensors").write_bytes(content)
+        return SimpleNamespace(
+            lora_path=str(path), lora_name="x", lora_int_id=number, load_inplace=False
+        )
+
+    def told(lora: Any) -> str:
+        while (name := adapters(lora)) is None:
+            pass
+        return str(name)
+
+    adapters = Adapters(tmp_path / "c")
+    try:
+        first = loaded(1, b"one")
+        before = told(first)
+        second = loaded(2, b"another")
+        assert told(second) != before and adapters(first) is None
+        assert told(loaded(3, b"one")) == before
+        assert len(adapters._known) == 1
+    finally:
+        adapters.close()
+
+
+def test_the_draft_model_is_part_of_what_is_kept(tmp_path: Path) -> None:
+    cache, path = tmp_path / "c", model_dir(tmp_path / "m")
+    config, draft_path = vllm_config(path), model_dir(tmp_path / "draft", byte=9)
+    hf = HfConfig(num_hidden_layers=1)
+
+    def draft(model: Any = draft_path, method: str = "eagle3", **more: Any) -> str:
+        of_draft = vllm_config(model, **{"hf_config": hf, **more}).model_config
+        config.speculative_config = SimpleNamespace(method=method, draft_model_config=of_draft)
+        return vi.find_draft(config, "rev1", cache)
+
+    config.speculative_config = None
+    assert vi.find_draft(config, "rev1", cache) == ""
+    first = draft()
+    plain, with_draft = identity(config, cache), identity(config, cache, draft=first)
+    assert plain.fingerprint != with_draft.fingerprint
+    others = [draft(method="mtp"), draft(hf_config=HfConfig(num_hidden_layers=2))]
+    model_dir(draft_path, byte=10)
+    assert len({first, *others, draft()}) == 4
+    assert draft(path).startswith("eagle3,rev1,")  # layers of the model's own weights
+    assert f"org/draft@{'a' * 40}" in draft("org/draft", revision="a" * 40)
+    with pytest.raises(InputError, match="`revision` of --speculative-config"):
+        draft("org/draft", revision="main")
+    with pytest.raises(InputError, match="class of one's own"):
+        draft(method="custom_class")
+    config.speculative_config = SimpleNamespace(
+        method="ngram", draft_model_config=config.model_config
+    )
+    assert vi.find_draft(config, "rev1", cache) == ""
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm_halves import (
+    IDLE,
     IDS,
     PAGES,
     TABLE,
@@ -29,9 +30,12 @@ from vllm_halves import (
     v41,
 )
 
+from kvfs.connectors import vllm as vllm_connector
+from kvfs.connectors import vllm_worker
 from kvfs.connectors.vllm import KvfsConnector
-from kvfs.connectors.vllm_layout import groups_of, measure
+from kvfs.connectors.vllm_layout import Layout, groups_of, measure
 from kvfs.connectors.vllm_meta import COUNTERS, KvfsPromMetrics, KvfsStats, Meta, WorkerNews
+from kvfs.connectors.vllm_request import Known
 from kvfs.connectors.vllm_window import loaded_group_ids
 from kvfs.errors import InputError
 from kvfs.gpu.host_memory import Landed
@@ -328,7 +332,8 @@ def test_requests_that_are_not_cached(halves: Any, more: dict[str, Any]) -> None
     for name, value in more.items():
         setattr(r, name, value)
     assert half.scheduler.matched(r, 0) == 0
-    assert half.scheduler.stats.data == {"requests_not_cacheable": 1}
+    assert half.scheduler.matched(r, 0) == 0
+    assert half.scheduler.stats.data == {"requests_not_cacheable": 1}  # however often vLLM asks
     half.compute(r, 0, 600, (TABLE,))
     assert half.worker.flush(1) and half.worker.stats() is None
 
@@ -339,14 +344,195 @@ def test_after_a_reset_nothing_is_served(halves: Any) -> None:
     assert half.scheduler.matched(request(IDS, "other"), 0) == 0
 
 
+# whatever goes wrong
+
+
+class Tickets:
+    """In place of a fetch process: all that is asked for is there at once."""
+
+    def __init__(self) -> None:
+        self.hashers: list[Any] = []
+        self.held = 0
+
+    def fetch(self, ns: Any, plan: Any, hasher: Any, *, first: int, blocks: int, **_: Any) -> Any:
+        self.hashers.append(hasher)
+        self.held += 1
+        return SimpleNamespace(ns=ns, good=blocks, done=True, reason="", release=self._release)
+
+    def _release(self) -> None:
+        self.held -= 1
+
+    def close(self) -> None:
+        pass
+
+
+def hit(half: Any, r: Any, computed: int = 0) -> int:
+    while (tokens := half.scheduler.matched(r, computed)) is None:
+        pass
+    return int(tokens)
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["kv_both", "kv_consumer"])
+def test_what_was_fetched_is_let_go_of_when_the_request_runs(halves: Any, saves: bool) -> None:
+    half = stored(halves, config_of(full()))
+    half.scheduler._fetcher, half.scheduler.saves = Tickets(), saves
+    r = request(IDS, "other")
+    assert hit(half, r) == 512 and half.scheduler._fetcher.held == 1
+    half.compute(r, 512, 88, (TABLE,))
+    assert half.scheduler._fetcher.held == 0
+
+
+def test_a_fetch_has_a_hasher_of_its_own(halves: Any) -> None:
+    """A hasher belongs to one thread: a fetch that is under way does not see the next look-up."""
+    half, tickets = stored(halves, config_of(full())), Tickets()
+    half.scheduler._fetcher = tickets
+    r = request(IDS, "other")
+    assert hit(half, r) == 512
+    r.append_output_token_ids([7] * 200)
+    assert hit(half, r, 128) == 384  # vLLM's own cache has changed meanwhile
+    (_, own), (first, second) = half.scheduler._requests["other"].hashers[0], tickets.hashers
+    assert len({id(own), id(first), id(second)}) == 3
+    assert (first.n_tokens, second.n_tokens, own.n_tokens) == (600, 800, 800)
+    assert first.hashes(4) == own.hashes(4) and first.lineages(4) == own.lineages(4)
+
+
+def connector_of(half: Any, **more: Any) -> KvfsConnector:
+    connector = object.__new__(KvfsConnector)
+    connector._scheduler, connector._worker, connector._adapters = half.scheduler, None, None
+    for name, value in more.items():
+        setattr(connector, name, value)
+    return connector
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
+def test_nothing_raises_into_the_scheduler(
+    halves: Any, monkeypatch: pytest.MonkeyPatch, expect_logs: Any
+) -> None:
+    expect_logs("failed; it counts as a miss: can't start new thread")
+    half, r = stored(halves, config_of(full())), request(IDS, "other")
+    half.scheduler.stats.reset()
+    connector = connector_of(half)
+    with monkeypatch.context() as patched:
+        for name in ("_matched", "heard", "finished"):
+            patched.setattr(half.scheduler, name, broken)
+        assert connector.get_num_new_matched_tokens(r, 0) == (0, False)
+        connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=WorkerNews()))
+        assert connector.request_finished(r, []) == (False, None)
+    assert half.scheduler.stats.data["errors"] == 3
+    assert connector.get_num_new_matched_tokens(r, 0) == (512, True)
+    assert connector.build_connector_meta(IDLE) == Meta()
+
+
+def test_a_load_that_cannot_be_handed_over_is_one_that_failed(
+    halves: Any, monkeypatch: pytest.MonkeyPatch, expect_logs: Any
+) -> None:
+    """vLLM waits for it: to say nothing would leave the request waiting for ever."""
+    expect_logs("update_state_after_alloc failed")
+    half, r = stored(halves, config_of(full())), request(IDS, "other")
+    connector = connector_of(half)
+    assert connector.get_num_new_matched_tokens(r, 0) == (512, True)
+    monkeypatch.setattr(half.scheduler, "allocated", broken)
+    blocks = SimpleNamespace(get_block_ids=lambda: (TABLE,))
+    connector.update_state_after_alloc(r, blocks, 512)
+    half.worker.start_loads(connector.build_connector_meta(IDLE))
+    while not (loaded := half.worker.loaded()):
+        pass
+    assert loaded == {"other": False}
+
+
+def test_a_save_that_goes_wrong_is_that_requests_alone(halves: Any, expect_logs: Any) -> None:
+    """The worker hears of the others' tokens without a gap, or their blocks would be misnamed."""
+    expect_logs("_save failed; it counts as a miss")
+    half, good, bad = halves(config_of(full())), request(IDS, "good"), request(IDS[1:], "bad")
+    for r in (good, bad):
+        assert half.scheduler.matched(r, 0) == 0
+    cached = SimpleNamespace(req_ids=["good", "bad"], num_computed_tokens=[0, 0])
+    tables = {"good": (TABLE,), "bad": None}
+    state = SimpleNamespace(get_block_ids=lambda name: tables[name] or broken())
+    output = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, kv_connector_block_state=state,
+        num_scheduled_tokens={"good": 300, "bad": 300},
+    )  # fmt: skip
+    half.step(output)
+    tables["bad"] = (TABLE,)
+    half.compute(bad, 300, 299, (TABLE,))
+    half.compute(good, 300, 300, (TABLE,))
+    assert half.worker.flush(10) and half.worker.stats().data["stored_blocks"] == 4
+    assert half.scheduler.matched(request(IDS, "again"), 0) == 512
+
+
+@pytest.mark.parametrize("part", ["SaveMemory", "swapper", "thread"])
+def test_a_worker_that_cannot_start_is_off_and_leaves_nothing_open(
+    halves: Any, monkeypatch: pytest.MonkeyPatch, expect_logs: Any, part: str
+) -> None:
+    expect_logs("kvfs is off in this worker, and so in the engine")
+    half, closed = halves(config_of(full())), []
+    connector = connector_of(
+        half, _settings=half.settings, _kv_cache_config=half.config, _vllm_config=None
+    )
+    store = SimpleNamespace(create_namespace=broken, close=lambda: closed.append(part))
+    store.create_namespace = lambda *_, **__: None
+    monkeypatch.setattr(vllm_connector, "_open", lambda settings: store)
+    monkeypatch.setattr(vllm_connector, "_backends", lambda *_: "b")
+    monkeypatch.setattr(KvfsConnector, "_identity", lambda *_: half.identity)
+    target = {"SaveMemory": (vllm_worker, part), "swapper": (Layout, part)}
+    owner, name = target.get(part, (threading.Thread, "start"))
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, broken)
+        connector.register_kv_caches(half.caches)
+    assert connector._worker is None and connector.get_handshake_metadata() is None
+    assert closed == [part]
+
+
+def test_a_save_that_fails_behind_its_request_leaves_nothing(
+    halves: Any, backend: Any, expect_logs: Any
+) -> None:
+    expect_logs("not stored")
+    half, r = halves(config_of(full())), request(IDS)
+    held, go = threading.Event(), threading.Event()
+
+    def fail_late(call: Any) -> Any:
+        held.set()
+        assert go.wait(60)
+        raise OSError(errno.ENOSPC, "no room")
+
+    assert half.scheduler.matched(r, 0) == 0
+    with backend.during("writev", "seg/*", do=fail_late, times=None):
+        half.compute(r, 0, 600, (TABLE,))
+        assert held.wait(60)
+        half.scheduler.finished(r)
+        half.worker.take_saves(half.scheduler.meta(IDLE))
+        go.set()
+        half.worker.close()  # behind all that is queued
+    assert half.worker._off == set()
+
+
 # figures and events
 
 
-def test_news_of_several_workers_are_what_all_have() -> None:
-    one = WorkerNews({"a": (0, 4), "b": (0, 2)}, {"x"})
-    two = WorkerNews({"a": (0, 3), "c": (0, 2)}, {"y"})
+def test_news_of_several_workers_stay_apart() -> None:
+    one = WorkerNews({"a": {b"1": (0, 4)}, "b": {b"1": (0, 2)}}, {"x"})
+    two = WorkerNews({"a": {b"2": (0, 3)}, "c": {b"2": (0, 2)}}, {"y"})
     both = one.aggregate(two)
-    assert (both.stored, both.failed) == ({"a": (0, 3)}, {"x", "y"})
+    assert both.failed == {"x", "y"}
+    assert both.stored == {
+        "a": {b"1": (0, 4), b"2": (0, 3)}, "b": {b"1": (0, 2)}, "c": {b"2": (0, 2)},
+    }  # fmt: skip
+
+
+def test_stored_is_what_all_workers_have_stored() -> None:
+    """Each at its own pace: in another step, of another length, or not at all."""
+    r = Known(None, "", "")
+    assert r.all_have({b"1": (0, 4)}, 2) is None
+    assert r.all_have({b"2": (0, 3)}, 2) == (0, 3)
+    assert r.all_have({b"1": (4, 6)}, 2) is None
+    assert r.all_have({b"2": (3, 5)}, 2) == (3, 5)
+    assert r.all_have({b"2": (3, 5)}, 2) is None
+    assert r.all_have({b"2": (8, 9)}, 2) is None  # and nothing is said of what is between
+    assert r.all_have({b"1": (6, 9)}, 2) == (8, 9)
 
 
 def test_stats_add_up() -> None:
@@ -369,12 +555,11 @@ def test_events_name_blocks_as_vllm_does(halves: Any) -> None:
     half = stored(halves, config_of(full()))
     r = request(IDS)
     r.block_hashes = [bytes([i]) * 32 for i in range(9)]
-    half.scheduler.heard(WorkerNews({"r": (2, 4)}))
     connector = object.__new__(KvfsConnector)
     connector._scheduler, connector._events = half.scheduler, True
     connector._kv_cache_config = SimpleNamespace(hash_block_size=64)
     half.scheduler._requests["r"].request = r
-    half.scheduler.stored = [(r, 2, 4)]
+    half.scheduler.heard(WorkerNews({"r": {b"w": (2, 4)}}))
     (event,) = connector.take_events()
     named = [maybe_convert_block_hash(h) for h in r.block_hashes]
     assert event.block_hashes == named[4:8] and event.block_size == 64

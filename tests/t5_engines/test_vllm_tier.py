@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("vllm", reason="make test-engines")
 
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_support import Place, Vllm, said
 from vllm_tiny import make, prompt
+
+from kvfs.connectors.background import Background
+from kvfs.connectors.settings import KeyedSettings
+from kvfs.connectors.vllm_tier import KvfsTier
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -25,6 +35,35 @@ def transfer(place: Place) -> dict[str, Any]:
             "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier],
         },
     }  # fmt: skip
+
+
+def test_nothing_raises_into_vllm(expect_logs: Any) -> None:
+    """And vllm hears of every job, also of one that could not begin: it waits for each."""
+    expect_logs("lookup failed; it counts as a miss: no such thing")
+    expect_logs("submit_load failed; it counts as a miss")
+    expect_logs("_submit_store failed; it counts as a miss")
+    threads, counted = Background("t"), Counter[str]()
+    assert threads.close(60)
+
+    def have(identity: Any, keys: Any) -> list[bool]:
+        raise OSError("no such thing")
+
+    tier = object.__new__(KvfsTier)
+    tier._link = SimpleNamespace(have=have, count=lambda name: counted.update([name]))
+    tier._settings, tier._block_size_bytes = KeyedSettings("/s"), 512
+    tier._lock, tier._done, tier._missing = threading.Lock(), [], {}
+    tier._storing = tier._loading = threads
+    tier._storing_bytes, tier._with_events, tier._identities = 0, False, {0: None}
+    key = make_offload_key(bytes(32), 0)
+    assert tier.lookup(key, None) is LookupResult.MISS
+    context = SimpleNamespace(get_offload_key_position=lambda key: None)
+    for number, is_promotion in enumerate((True, False)):
+        job = TransferJob(number, [key], np.zeros(1, int), is_promotion, context)
+        (tier.submit_load if is_promotion else tier.submit_store)(job)
+    assert [(done.job_id, done.success) for done in tier.get_finished_jobs()] == [
+        (0, False), (1, False),
+    ]  # fmt: skip
+    assert (tier._storing_bytes, counted["errors"]) == (0, 3)
 
 
 class Scene(NamedTuple):
