@@ -192,7 +192,8 @@ class SegmentWriter:
         try:
             write_all(self.backend, file, [header.encode()], 0)
         except OSError:
-            self.backend.close(file)
+            with contextlib.suppress(OSError):
+                self.backend.close(file)
             with contextlib.suppress(OSError):
                 self.backend.unlink(path)
             raise

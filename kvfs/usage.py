@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvfs.backend import Backend
@@ -42,6 +42,14 @@ class Usage:
     def of_tenant(self, digest: str, tenants: dict[str, str]) -> int:
         """Bytes of all namespaces of a tenant; tenants: namespace name -> salt digest."""
         return sum(n for name, n in self.namespaces.items() if tenants.get(name) == digest)
+
+
+@dataclass(slots=True)
+class Taken:
+    """What became of room that was taken."""
+
+    written: int = 0
+    """Bytes."""
 
 
 def measure(backend: Backend) -> Usage:
@@ -77,6 +85,7 @@ class Space:
         self._clock = clock
         self._lock = threading.Lock()
         self._due = -1.0
+        self._looks = 0
         self._limits = Limits()
         self._usage = Usage()
         self._free = 0
@@ -86,8 +95,10 @@ class Space:
         """Looks again at the next put: room may have come back."""
         self._due = -1.0
 
-    def take(self, ns: Namespace, need: int) -> None:
-        """Notes that `need` bytes are about to be written for a namespace.
+    @contextlib.contextmanager
+    def take(self, ns: Namespace, need: int) -> Iterator[Taken]:
+        """`need` bytes are to be written for a namespace within the block, which says how many
+        of them were: none if it raises.
 
         Raises SpaceError saying which limit they would exceed, OSError.
         """
@@ -95,9 +106,19 @@ class Space:
             if self._clock() >= self._due:
                 self._look()
             self._check(ns, need)
-            self._free -= need
-            self._usage.bytes += need
-            self._usage.namespaces[ns.name] += need
+            self._add(ns, need)
+            look, taken = self._looks, Taken()
+        try:
+            yield taken
+        finally:
+            with self._lock:
+                if look == self._looks:  # else what was written has been seen since
+                    self._add(ns, taken.written - need)
+
+    def _add(self, ns: Namespace, n: int) -> None:
+        self._free -= n
+        self._usage.bytes += n
+        self._usage.namespaces[ns.name] += n
 
     def _look(self) -> None:
         began = self._clock()
@@ -113,6 +134,7 @@ class Space:
     def _look_at_disk(self) -> None:
         free, total = self._backend.free_bytes()
         self._free = free - self._limits.reserve(total)
+        self._looks += 1
 
     def _check(self, ns: Namespace, need: int) -> None:
         limits = self._limits

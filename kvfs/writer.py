@@ -101,12 +101,17 @@ class Writer:
         need = len(payloads) * ns.stride
         if self.full:
             self._refuse_while_full(need)
-        if self.space is not None:
-            try:
-                self.space.take(ns, need)
-            except OSError as e:
-                raise self._failed(e) from e
-        return self._segments.write_run(ns, run, payloads, ttl_class, ttl_seconds, now_ms)
+        if self.space is None:
+            return self._segments.write_run(ns, run, payloads, ttl_class, ttl_seconds, now_ms)
+        try:
+            with self.space.take(ns, need) as taken:
+                written = self._segments.write_run(
+                    ns, run, payloads, ttl_class, ttl_seconds, now_ms
+                )
+                taken.written = written.blocks * ns.stride
+                return written
+        except OSError as e:
+            raise self._failed(e) from e
 
     def publish(
         self, runs: list[tuple[Written, RunEntry]], others: Iterable[Entry] = (),
@@ -151,9 +156,9 @@ class Writer:
         self.full = False
 
     def _failed(self, e: OSError) -> KvfsError:
-        text = f"{self.backend.root}: {e.strerror or e}"
-        if e.filename:
-            text = f"{self.backend.root}/{e.filename}: {e.strerror}"
+        # Names are paths in the store, or whole ones.
+        where = os.path.join(self.backend.root, e.filename or "").rstrip("/")
+        text = f"{where}: {e.strerror or e}"
         if e.errno in _FULL:
             self.full = True
             return SpaceError(f"{text}; stores are refused until there is room (kvctl gc)")

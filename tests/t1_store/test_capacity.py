@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.errors import FormatError, InputError, SpaceError
+from kvfs.errors import BackendError, FormatError, InputError, SpaceError
 from kvfs.gc.collector import Collector, GcResult
 from kvfs.gc.throttle import Bucket
 from kvfs.index.schema import NS, U32
@@ -152,6 +152,23 @@ def test_a_full_store_refuses_puts_and_serves(stock: Stock) -> None:
     # Room comes back without a restart.
     assert put(stock, stock.ns, tokens(300, 40)) is None
     assert stock.good(tokens(300, 40)) == 10
+
+
+def test_what_is_written_counts_once(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over however many segments, and nothing for what could not be written."""
+    limit(stock, capacity_bytes=3_000_000)
+    segments = stock.store.writer()._segments
+
+    def fail(*_: object) -> None:
+        raise BackendError("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "write_run", fail)
+        for seed in range(3):
+            assert isinstance(stock.put(tokens(seed, 1600)).error, BackendError)
+    assert stock.put(tokens(1, 1600)).complete  # 1.64 MB in 13 segments
+    assert stock.put(tokens(2, 800)).complete
+    assert isinstance(stock.put(tokens(3, 1600)).error, SpaceError)
 
 
 def test_the_reserve_of_the_file_system(stock: Stock) -> None:

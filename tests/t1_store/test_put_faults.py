@@ -226,6 +226,22 @@ def unread(stock: Stock, *, namespace: bool) -> None:
     stock.store.index.write(work)
 
 
+def test_an_error_names_the_file_once(stock: Stock, faults: FaultyBackend) -> None:
+    """Whether the storage gives the name within the store or the whole path."""
+
+    def full(call: Call) -> Any:
+        path = f"{faults.root}/{call.path}"
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    for effect in (full, Fail(errno.EACCES)):
+        with faults.during("create", "seg/*", do=effect):
+            error = str(stock.put(PROMPT).error)
+        assert error.startswith(f"{faults.root}/seg/") and error.count(faults.root) == 1
+        assert error.endswith(".seg: Permission denied")
+    with faults.during("create", "seg/*", do=lambda call: os.close(-1)):
+        assert str(stock.put(PROMPT).error) == f"{faults.root}: Bad file descriptor"
+
+
 def test_an_index_that_is_behind_reads_the_journal_first(
     stock: Stock, faults: FaultyBackend
 ) -> None:
