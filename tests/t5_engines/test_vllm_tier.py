@@ -53,7 +53,7 @@ def test_nothing_raises_into_vllm(expect_logs: Any) -> None:
     tier._settings, tier._block_size_bytes = KeyedSettings("/s"), 512
     tier._lock, tier._done, tier._missing = threading.Lock(), [], {}
     tier._storing = tier._loading = threads
-    tier._storing_bytes, tier._with_events, tier._identities = 0, False, {0: None}
+    tier._storing_bytes, tier._with_events, tier._identities = 0, False, {0: object()}
     key = make_offload_key(bytes(32), 0)
     assert tier.lookup(key, None) is LookupResult.MISS
     context = SimpleNamespace(get_offload_key_position=lambda key: None)
