@@ -36,6 +36,8 @@ _AWAY = META + b"away:"  # and a writer's id: since when its journals are known 
 FORGET_MS = 30 * 86_400_000
 """A writer that was killed is remembered for so long after its journals were removed."""
 _AHEAD_MS = 3_600_000  # a note from further ahead was made by a clock that was wrong
+THIN_MS = 3_600_000
+"""Between the oldest checkpoint and the newest two they are so far apart at least."""
 DEAD_MS = 2 * IDLE_SECONDS * 1000
 """A journal that has not grown for so long is over: its writer would go on in another one."""
 
@@ -187,21 +189,26 @@ def prune(
     goes once a checkpoint older than that covers it to its end, which is its seal, or that it has
     not grown for dead_ms (between DEAD_MS and keep_ms): its writer was killed. index: where it is
     noted whether a journal grows that cannot be read to its end; None: such a one stays. The two
-    newest checkpoints stay, and the newest that is old enough. Raises OSError.
+    newest checkpoints stay, the newest that is old enough, and in between one an hour. Raises
+    OSError.
     """
     keep_ms = max(keep_ms, DEAD_MS)
     dead_ms = min(max(dead_ms, DEAD_MS), keep_ms)
     whole = list(all_whole(backend, store))
     old = [c for c in whole if c.created_ms <= now_ms - keep_ms]
-    if not old:
+    if not whole:
         return []
-    first = min(len(old) - 1, max(0, len(whole) - 2))
+    first = max(0, min(len(old) - 1, len(whole) - 2))
     kept, base = whole[first:], whole[first]
-    # Checkpoints first: what is older than `base`, whole or not, must not speak for a journal.
-    older = [n for n in backend.names(DIRECTORY) if written_ms(n) < base.created_ms]
-    removed = [path for name in older if not newer(backend, path := f"{DIRECTORY}/{name}")]
+    removed = list(_too_close(kept))
+    if old:
+        # Checkpoints first: what is older than `base`, whole or not, must not speak for a journal.
+        older = [n for n in backend.names(DIRECTORY) if written_ms(n) < base.created_ms]
+        removed += (p for name in older if not newer(backend, p := f"{DIRECTORY}/{name}"))
     for path in removed:
         backend.unlink(path)
+    if not old:
+        return removed
     there = set(backend.names("log"))
     last = {m.writer_id: m.number for m in sorted(base.marks, key=lambda m: m.number)}
     for mark in base.marks:
@@ -214,6 +221,17 @@ def prune(
         if over and mark.writer in there and _remove(backend, mark):
             removed.append(journal_path(mark.writer, mark.number))
     return removed
+
+
+def _too_close(kept: Sequence[Checkpoint]) -> Iterator[str]:
+    """Paths of those between the first and the last two that are less than THIN_MS behind one that
+    stays."""
+    last_ms = kept[0].created_ms
+    for checkpoint in kept[1:-2]:
+        if checkpoint.created_ms - last_ms < THIN_MS:
+            yield checkpoint.path
+        else:
+            last_ms = checkpoint.created_ms
 
 
 def _dead(mark: Mark, base: Checkpoint, newest: Checkpoint, dead_ms: int) -> bool:

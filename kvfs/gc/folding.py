@@ -1,8 +1,9 @@
 """Journals into checkpoints: so that a new host reads minutes of history and not months.
 
-A checkpoint is written when the journals have grown by enough since the last one, or are many more;
-then journals go that nobody needs any more (kvfs.follow.history). The caller holds the lease and
-has followed the journals. Blocking; writes and removes on the shared storage.
+A checkpoint is written when the journals have grown by enough since the last one, of which each is
+a copy of the whole index, or are many more; then journals go that nobody needs any more
+(kvfs.follow.history). The caller holds the lease and has followed the journals. Blocking; writes and
+removes on the shared storage.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from kvfs.follow.history import DEAD_MS, prune
 from kvfs.store import Store
 
 FOLD_BYTES = 16 << 20
+FOLD_SHARE = 0.25
+"""Of the last checkpoint's size: by so much the journals grow at least, however large the index."""
 FOLD_JOURNALS = 256
 KEEP_MS = 86_400_000
 """How long a host may be away and then go on where it was."""
@@ -53,4 +56,5 @@ def _due(store: Store) -> bool:
     last = checkpoint.newest(store.backend, store.uuid)
     covered = {} if last is None else {(m.writer_id, m.number): m.offset for m in last.marks}
     grown = sum(max(0, s.offset - covered.get(key, 0)) for key, s in states.items())
-    return grown >= FOLD_BYTES or len(states.keys() - covered.keys()) >= FOLD_JOURNALS
+    enough = max(FOLD_BYTES, 0 if last is None else last.end * FOLD_SHARE)
+    return grown >= enough or len(states.keys() - covered.keys()) >= FOLD_JOURNALS

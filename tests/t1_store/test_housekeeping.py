@@ -185,6 +185,18 @@ def test_a_pass_that_is_told_to_end_keeps_what_it_has_copied(stock: Stock) -> No
     assert [stock.good(prompt) for prompt in kept] == [10] * len(kept)
 
 
+def test_a_large_index_is_written_less_often(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "FOLD_BYTES", 300)
+    stock.put(tokens(1, 4000))
+    assert Collector(stock.store).run().folded.checkpoint is not None
+    made = 0
+    for seed in range(20):  # each a twentieth of what there is
+        stock.clock.now += 1
+        stock.put(tokens(2 + seed, 200))
+        made += Collector(stock.store).run().folded.checkpoint is not None
+    assert 2 <= made <= 4
+
+
 def test_journals_become_a_checkpoint(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folding, "FOLD_BYTES", 300)
     stock.put(A)
