@@ -2,8 +2,8 @@
 
 A checkpoint is written when the journals have grown by enough since the last one, of which each is
 a copy of the whole index, or are many more; then journals go that nobody needs any more
-(kvfs.follow.history). The caller holds the lease and has followed the journals. Blocking; writes and
-removes on the shared storage.
+(kvfs.follow.history). The caller holds the lease and has followed the journals. Blocking; writes
+and removes on the shared storage.
 """
 
 from __future__ import annotations
