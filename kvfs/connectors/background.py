@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LEAVE_SECONDS = 30.0
+"""How long an engine that ends waits for a store to be left, at most."""
 
 
 class Background:
@@ -98,7 +100,7 @@ class Background:
         return True
 
 
-def within(seconds: float, work: Callable[[], object]) -> bool:
+def within(work: Callable[[], object], seconds: float = LEAVE_SECONDS) -> bool:
     """Does something that may hang; says whether it has ended after so many seconds.
 
     Raises what `work` raises, if it does so in time. Without a thread for it, it is done here.

@@ -302,7 +302,7 @@ class Link:
             log.warning("%s: a store did not end", self.store.path)
         leave = self._leave if ended else self._following.stop
         try:
-            if not within(self.settings.save_seconds, leave):
+            if not within(leave):
                 log.warning("%s: it does not answer, and is left as it is", self.store.path)
         except KvfsError as e:
             log.warning("%s: %s", self.store.path, e)

@@ -370,7 +370,7 @@ class SchedulerSide:
         self.stats.count("errors")
 
     def close(self) -> None:
-        """Leaves the store, within `flush_seconds`. What hangs is left behind."""
+        """Leaves the store. What hangs is left behind."""
         for r in self._requests.values():
             r.release()
         self._requests.clear()
@@ -378,7 +378,7 @@ class SchedulerSide:
         if self._fetcher is not None:
             self._fetcher.close()
         try:
-            if not ended or not within(self.settings.flush_seconds, self._leave):
+            if not ended or not within(self._leave):
                 log.warning("%s: it does not answer, and is left as it is", self.store.path)
         except KvfsError as e:
             log.warning("%s: %s", self.store.path, e)

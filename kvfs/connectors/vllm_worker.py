@@ -327,7 +327,7 @@ class WorkerSide:
                 self.keeper.close()
             self._memory.close()
             try:
-                if not within(self.settings.flush_seconds, self.store.close):
+                if not within(self.store.close):
                     log.warning("%s: it does not answer, and is left as it is", self.store.path)
             except KvfsError as e:
                 log.warning("%s: %s", self.store.path, e)
