@@ -108,10 +108,12 @@ def find_draft(vllm_config: Any, weights: str, cache: str | os.PathLike[str]) ->
     draft = getattr(spec, "draft_model_config", None)
     if getattr(spec, "method", None) == "custom_class":
         raise InputError("what a proposer of a class of one's own keeps cannot be told")
+    model = vllm_config.model_config
     # Where vLLM guesses from the prompt alone it gives the model itself.
-    if spec is None or draft is None or draft is vllm_config.model_config:
+    itself = (model, getattr(spec, "target_model_config", None))
+    if spec is None or draft is None or any(draft is other for other in itself):
         return ""
-    if str(draft.model) != str(vllm_config.model_config.model):
+    if draft.model != model.model or draft.revision not in (None, model.revision):
         load = getattr(spec, "draft_load_config", None) or vllm_config.load_config
         weights = _weights(draft, load, cache)
     if not weights:

@@ -239,16 +239,19 @@ def test_the_draft_model_is_part_of_what_is_kept(tmp_path: Path) -> None:
     others = [draft(method="mtp"), draft(hf_config=HfConfig(num_hidden_layers=2))]
     model_dir(draft_path, byte=10)
     assert len({first, *others, draft()}) == 4
-    assert draft(path).startswith("eagle3,rev1,")  # layers of the model's own weights
+    own = config.model_config.model
+    assert draft(own).startswith("eagle3,rev1,")  # layers of the model's own weights
+    assert not draft(own, revision="main").startswith("eagle3,rev1,")
     assert f"org/draft@{'a' * 40}" in draft("org/draft", revision="a" * 40)
     with pytest.raises(InputError, match="`revision` of --speculative-config"):
         draft("org/draft", revision="main")
     with pytest.raises(InputError, match="class of one's own"):
         draft(method="custom_class")
-    config.speculative_config = SimpleNamespace(
-        method="ngram", draft_model_config=config.model_config
-    )
-    assert vi.find_draft(config, "rev1", cache) == ""
+    for target in (config.model_config, SimpleNamespace()):
+        config.speculative_config = SimpleNamespace(
+            method="ngram", draft_model_config=target, target_model_config=target
+        )
+        assert vi.find_draft(config, "rev1", cache) == ""
 
 
 @pytest.mark.parametrize(
