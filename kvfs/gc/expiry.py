@@ -150,14 +150,14 @@ class Expiry:
     def published(self, segment: Segment) -> list[RunEntry]:
         """The runs that a segment was written with, as its file tells, if it can be read."""
         try:
-            return self.told_by(segment)
+            return self.told_by(segment.path)
         except (OSError, FormatError):
             return []
 
-    def told_by(self, segment: Segment) -> list[RunEntry]:
-        """The same; raises OSError, FormatError if it cannot be read."""
+    def told_by(self, path: str) -> list[RunEntry]:
+        """The same by the path of a segment; raises OSError, FormatError if it cannot be read."""
         scan = scan_segment(
-            self.store.backend, segment.path, self.store.uuid, self._shapes.get, payloads=False
+            self.store.backend, path, self.store.uuid, self._shapes.get, payloads=False
         )
         return scan.runs
 

@@ -3,7 +3,8 @@
 1. the blocks are removed by their hashes: no check of any host finds any copy of them from the
    moment it has read the journal on
 2. every segment of the namespace that was written with one of them is found by its own account,
-   also those in which another host or an earlier copy left them
+   also those in which another host or an earlier copy left them, and files that no journal tells
+   of: what a killed writer or cleaner left
 3. what else is of use in these segments is copied forward, and they are dropped
 4. after the grace their files are removed, and looked for once more
 
@@ -139,12 +140,17 @@ class Purge:
         if self._hashes is None:
             return True
         try:
-            runs = expiry.told_by(segment)
+            return self._any_of(expiry.told_by(segment.path))
         except FileNotFoundError:
             return False
         except (OSError, FormatError) as e:
             self.receipt.problems.append(f"{segment.path}: {e}")
             return False
+
+    def _any_of(self, runs: Iterable[RunEntry]) -> bool:
+        """One of the blocks is in these runs."""
+        if self._hashes is None:
+            return True
         hashes = (r.hashes[at : at + HASH_BYTES] for r in runs for at in _places(r))
         return not self._hashes.isdisjoint(hashes)
 
@@ -185,19 +191,27 @@ class Purge:
             self.receipt.files.append(Erased(old.path, size, now_ms))
             if segment is not None and segment.state == DROPPED:
                 store.index.write(lambda a, s=segment: mark_gone(a, s))  # type: ignore[misc]
-        if self._hashes is None:
-            self._untold(expiry)
-            if self.whole and self.receipt.complete:
-                self._remove_namespace()
+        self._untold(expiry)
+        if self._hashes is None and self.whole and self.receipt.complete:
+            self._remove_namespace()
         self.receipt.ended_ms = store.now_ms()
 
     def _untold(self, expiry: Expiry) -> None:
         """Files of the namespace that no journal tells of: somebody may be writing them."""
-        known = {s.path for s in self.store.index.segments()}
+        known = {s.path for s in self.store.index.segments() if s.state != GONE}
+        known |= {f.path for f in self.receipt.files}
         for path in segment_paths(self.store.backend):
-            if path.split("/")[3] == self.ns.name and path not in known:
-                why = "no journal tells of it: it is being written, or gc removes it in time"
-                self.receipt.files.append(Erased(path, expiry.size(path), None, why))
+            if path.split("/")[3] != self.ns.name or path in known:
+                continue
+            why = "no journal tells of it: it is being written, or gc removes it in time"
+            try:
+                if self._hashes is not None and not self._any_of(expiry.told_by(path)):
+                    continue
+            except FileNotFoundError:
+                continue
+            except (OSError, FormatError) as e:
+                why = str(e)
+            self.receipt.files.append(Erased(path, expiry.size(path), None, why))
 
     def _remove_namespace(self) -> None:
         path = namespace_path(self.ns.name)

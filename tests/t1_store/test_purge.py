@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 
 from kvfs.gc.purge import Purge, Receipt
 from kvfs.repair.fsck import fsck
+from kvfs.testing import children
 from kvfs.testing.blocks import payload
 from kvfs.testing.command import kvctl_json
 from kvfs.testing.indexcheck import index_faults
-from kvfs.testing.stock import Stock, tokens
+from kvfs.testing.stock import Stock, overwrite, tokens
+from kvfs.writer import Writer
 
 A, B = tokens(1, 40), tokens(2, 40)
 LONG = tokens(9, 40, after=A)
@@ -82,6 +85,30 @@ def test_a_segment_that_is_being_written_is_pending(stock: Stock, tmp_path: Path
     other.store.close()
     other = stock.another(index=str(tmp_path / "other"))
     assert other.stored(A) == 0
+
+
+@pytest.mark.parametrize("of", ["writer", "header"])
+def test_what_no_journal_tells_of_is_pending(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """A writer, or a cleaner, that was killed between the records and the journal left a copy."""
+    with monkeypatch.context() as m:
+        m.setattr(Writer, "publish", lambda *_: os._exit(7))
+        assert children.run(lambda: stock.elsewhere("killed").put(A)) == 7
+    (left,) = Path(stock.store.path).rglob("*.seg")
+    if of == "header":
+        overwrite(str(left), 0, bytes(4096))
+    stock.put(A)
+    stock.put(B)
+    receipt = purge(stock, A)
+    path = str(left.relative_to(stock.store.path))
+    pending = [f for f in receipt.files if f.pending]
+    assert [f.path for f in pending] == [path] and not receipt.complete and stock.stored(A) == 0
+    assert of == "header" or "no journal tells of it" in str(pending[0].pending)
+    assert purge(stock, B).complete is (of == "writer")
+    left.unlink()
+    stock.put(A)
+    assert purge(stock, A).complete
 
 
 def test_the_receipt_of_kvctl(cli_store: Path, cli_namespace: str) -> None:
