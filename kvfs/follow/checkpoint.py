@@ -12,16 +12,19 @@ end is there; one that is not is passed over.
 A run that is visible has its present expiry and no path heads here: it is put in place as it
 stands. One that waits for its parent has its parent's hash for a path head.
 
-Blocking; reads and writes the shared storage. Writing holds one read transaction.
+Blocking; reads and writes the shared storage. Writing holds one read transaction while the index
+is copied into a file beside it, and none while that goes to the storage: a storage that hangs must
+not keep the index from growing, and all checks waiting for that.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -121,36 +124,39 @@ class Checkpoint:
 def write(backend: Backend, index: Index, writer: str, now_ms: int) -> Checkpoint:
     """Writes the state of the index as a checkpoint. Raises OSError; then nothing is left."""
     path = f"{DIRECTORY}/{now_ms:013d}-{writer}.ckpt"
+    with tempfile.TemporaryFile(dir=index.path) as local:
+        marks = index.query(lambda a: _write(local, a, index.store, now_ms))
+        marks, end = list(_mentioned(backend, marks)), local.tell()
+        text = json.dumps([m.to_json() for m in marks]).encode()
+        check = xxhash.xxh3_64_intdigest(text)
+        local.write(text + _END.pack(END_MAGIC, VERSION, 0, end, len(text), check))
+        _copy(local, backend, path)
+    return Checkpoint(path, now_ms, end, marks)
+
+
+def _write(file: IO[bytes], applier: Applier, store: bytes, now_ms: int) -> list[Mark]:
+    """Writes header and frames; returns how far each journal was applied."""
+    head = _HEADER.pack(MAGIC, VERSION, 0, store, now_ms)
+    at = file.write(head + _SUM.pack(xxhash.xxh3_64_intdigest(head)))
+    seed = _seed(store, now_ms)
+    for entry in _entries(applier, now_ms):
+        at += file.write(encode(entry, seed, at))
+    return list(_marks(applier))
+
+
+def _copy(local: IO[bytes], backend: Backend, path: str) -> None:
     file = backend.create(path)
     try:
-        end, marks = index.query(lambda a: _write(backend, file, a, index.store, now_ms))
+        local.seek(0)
+        at = 0
+        while chunk := local.read(_CHUNK):
+            at += write_all(backend, file, [chunk], at)
         backend.sync(file)
     except BaseException:
         backend.close(file)
         backend.unlink(path)
         raise
     backend.close(file)
-    return Checkpoint(path, now_ms, end, marks)
-
-
-def _write(
-    backend: Backend, file: OpenFile, applier: Applier, store: bytes, now_ms: int
-) -> tuple[int, list[Mark]]:
-    head = _HEADER.pack(MAGIC, VERSION, 0, store, now_ms)
-    write_all(backend, file, [head + _SUM.pack(xxhash.xxh3_64_intdigest(head))], 0)
-    seed, at, chunk = _seed(store, now_ms), HEADER_BYTES, bytearray()
-    for entry in _entries(applier, now_ms):
-        chunk += encode(entry, seed, at + len(chunk))
-        if len(chunk) >= _CHUNK:
-            at += write_all(backend, file, [chunk], at)
-            chunk = bytearray()
-    at += write_all(backend, file, [chunk], at)
-    marks = list(_marks(backend, applier))
-    text = json.dumps([m.to_json() for m in marks]).encode()
-    check = xxhash.xxh3_64_intdigest(text)
-    tail = _END.pack(END_MAGIC, VERSION, 0, at, len(text), check)
-    write_all(backend, file, [text, tail], at)
-    return at, marks
 
 
 def _seed(store: bytes, now_ms: int) -> int:
@@ -208,14 +214,16 @@ def _entries(applier: Applier, now_ms: int) -> Iterator[Entry]:
     yield from told.all_entries(txn, nsids, classes)
 
 
-def _marks(backend: Backend, applier: Applier) -> Iterator[Mark]:
-    """How far every journal was applied; writers that are gone, and whose journals are removed,
-    are not mentioned any more."""
-    marks = []
+def _marks(applier: Applier) -> Iterator[Mark]:
+    """How far every journal was applied."""
     for key, value in scan(applier.txn, JOURNALS):
         offset, ended = JOURNAL.unpack_from(value)
         writer = bytes(value[JOURNAL.size :]).decode()
-        marks.append(Mark(writer, bytes(key[1:13]), int.from_bytes(key[13:], "big"), offset, ended))
+        yield Mark(writer, bytes(key[1:13]), int.from_bytes(key[13:], "big"), offset, ended)
+
+
+def _mentioned(backend: Backend, marks: list[Mark]) -> Iterator[Mark]:
+    """Without writers that are gone, and whose journals are removed."""
     there = set(backend.names("log"))
     gone = {m.writer_id for m in marks if m.ended == LAST and m.writer not in there}
     return (m for m in marks if m.writer_id not in gone)

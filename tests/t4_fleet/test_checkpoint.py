@@ -291,6 +291,28 @@ def test_journals_do_where_none_was_removed(stock: Stock, expect_logs: Any) -> N
     same(stock, other(stock, "e"))
 
 
+def test_nothing_waits_for_the_storage_within_a_transaction(stock: Stock) -> None:
+    """What hangs there would keep the map from growing, and every check waits for that."""
+    stock.put(tokens(1, 40))
+    backend = FaultyBackend(open_backend(stock.store.path))
+    host = other(stock, "b", backend=backend)
+    host.store.catch_up()
+    env, active = host.store.index.env(), set()
+
+    def look(call: Any) -> Any:
+        active.add(env._active)
+        return call.proceed()
+
+    backend.on("*", do=look, times=None)
+    name = host.store.writer().name
+    made = checkpoint.write(backend, host.store.index, name, host.store.now_ms())
+    backend.clear()
+    assert active == {0}
+    same(host, other(stock, "c"))
+    assert newest(backend, stock.store.uuid) == made
+    assert not any("tmp" in name for name in os.listdir(host.store.index.path))
+
+
 @pytest.mark.parametrize("at", [0, 64, 300])
 def test_a_full_disk_leaves_no_half_checkpoint(stock: Stock, at: int) -> None:
     stock.put(tokens(1, 40))
