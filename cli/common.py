@@ -38,7 +38,9 @@ def examples(lines: str) -> str:
 def _setting(key: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
     def keep(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
         given = ctx.ensure_object(Settings).given
-        if value and on_command_line(ctx, parameter.name):
+        if on_command_line(ctx, parameter.name):
+            if not value:  # a script's variable that is not set: not to be taken for another place
+                raise InputError(f"{parameter.opts[0]} is empty")
             given[key] = value
         elif value:  # the environment does not outdo what stands before a subcommand
             given.setdefault(key, value)

@@ -127,7 +127,7 @@ class Catalog:
             matching = [ns for ns in all_ if ns.nsid == name]
         else:
             exact = [ns for ns in all_ if ns.name == name]
-            matching = exact or [ns for ns in all_ if ns.name.startswith(name)]
+            matching = exact or [ns for ns in all_ if name and ns.name.startswith(name)]
         if len(matching) == 1:
             return matching[0]
         known = ", ".join(ns.name for ns in all_) or "none"

@@ -160,6 +160,9 @@ def test_one_of_them(stored: Path, cli_namespace: str) -> None:
         ("--tenant", "x", "--namespace", cli_namespace),
         ("--tenant", "x", "--tokens", "1"),
         ("--namespace", "nobody"),
+        ("--namespace", ""),  # what a script's variable that is not set makes of a line
+        ("--all", "--ns", ""),
+        ("--all", "--store", ""),
         ("--namespace", cli_namespace, "--ns", cli_namespace),
         *((*what, *of_tokens) for what in (
             ("--all",), ("--node", "000000"), ("--namespace", cli_namespace), ("--tenant", "x"),
