@@ -393,8 +393,7 @@ class Collector:
         """Rows of segments that are gone for a day, and cuts of segments that never come in."""
 
         def tidy(applier: Applier) -> None:
-            for segment in old:
-                forget(applier, segment)
+            forget(applier, old)
             forget_cuts(applier, expiry.ended)
 
         index = self.store.index

@@ -2,7 +2,8 @@
 
 A cut or a renewal by a host that had not heard of a move names the old place, or the first block of
 a run that is in the middle of another one by now. These rows lead to the new place, over several
-moves if need be. They go with the old segment (kvfs.index.wipe), a day after its file.
+moves if need be. What was moved goes with the old segment (kvfs.index.wipe), a day after its file;
+an alias with the segment that it leads to.
 
 Functions over one transaction; nothing is kept between calls.
 """

@@ -9,7 +9,7 @@ files are removed. Nothing here reads the store.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvfs.index.apply import Applier
 from kvfs.index.schema import (
@@ -36,7 +36,6 @@ from kvfs.index.schema import (
     WAITING,
     Segment,
     scan,
-    scan_copies,
 )
 from kvfs.segment import SEGMENT_ID_BYTES
 
@@ -71,19 +70,19 @@ def mark_gone(applier: Applier, segment: Segment) -> None:
     applier.txn.put(SEGMENTS + PREFIX.pack(segment.number), gone.value())
 
 
-def forget(applier: Applier, segment: Segment) -> None:
-    """Takes out a segment that is gone, its cuts and where its blocks were moved to. What still
-    comes in for it is left out."""
-    if segment.state != GONE:
-        return
-    applier.txn.delete(SEGMENTS + PREFIX.pack(segment.number))
-    applier.txn.delete(SEGIDS + segment.segment)
-    _forget_cuts(applier, lambda id_: id_ == segment.segment, segment.segment)
-    for key in [bytes(key) for key, _ in scan(applier.txn, MOVED + segment.segment)]:
-        applier.txn.delete(key)
-    for key, value in list(scan_copies(applier.txn, ALIASES)):
-        if ALIAS.unpack(value)[0] == segment.segment:
+def forget(applier: Applier, segments: Iterable[Segment]) -> None:
+    """Takes out segments that are gone, their cuts, where their blocks were moved to and what
+    leads to them. What still comes in for them is left out."""
+    gone = {s.segment: s for s in segments if s.state == GONE}
+    for id_, segment in gone.items():
+        applier.txn.delete(SEGMENTS + PREFIX.pack(segment.number))
+        applier.txn.delete(SEGIDS + id_)
+        _forget_cuts(applier, lambda cut, id_=id_: cut == id_, id_)  # type: ignore[misc]
+        for key in [bytes(key) for key, _ in scan(applier.txn, MOVED + id_)]:
             applier.txn.delete(key)
+    aliases = scan(applier.txn, ALIASES) if gone else ()  # all of them, once
+    for key in [bytes(key) for key, value in aliases if ALIAS.unpack(value)[0] in gone]:
+        applier.txn.delete(key)
 
 
 def forget_cuts(applier: Applier, over: Callable[[bytes], bool]) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,22 @@ from kvfs.gc.cleaner import Cleaned, Cleaner
 from kvfs.gc.expiry import Expiry
 from kvfs.gc.occupancy import occupied, worth_cleaning
 from kvfs.gc.throttle import Bucket
-from kvfs.index import Index
-from kvfs.index.schema import ALIASES, DROPPED, LIVE, MOVED, scan
+from kvfs.geometry import Geometry
+from kvfs.index import Index, wipe
+from kvfs.index.apply import Applier
+from kvfs.index.schema import (
+    ALIAS,
+    ALIASES,
+    DROPPED,
+    GONE,
+    LIVE,
+    MOVE,
+    MOVED,
+    Segment,
+    alias_key,
+    moved_key,
+    scan,
+)
 from kvfs.repair.fsck import fsck
 from kvfs.repair.rebuild import rebuild
 from kvfs.scan.journals import JournalTail, journal_files, read_journal
@@ -304,6 +319,35 @@ def test_twice_stored_blocks_survive_whichever_copy_goes(stock: Stock, tmp_path:
             os.unlink(path)
     assert states(stock).count(DROPPED) == 1
     assert stock.good(A) == other.good(A) == 10
+
+
+def test_segments_are_forgotten_together(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that leads to them, by one look at that; other aliases stay."""
+    ids = [bytes([n]) * 16 for n in range(1, 6)]
+    rows = [
+        Segment(
+            1000 + n, id_, stock.ns.number, 1, state, Geometry(4096, 1 << 16, 4096), 1, 1, 1, "x"
+        )
+        for n, (id_, state) in enumerate(zip(ids, [GONE, GONE, GONE, DROPPED, LIVE], strict=True))
+    ]
+    looks = []
+
+    def counted(txn: Any, prefix: bytes, start: bytes = b"") -> Any:
+        looks.append(prefix)
+        return scan(txn, prefix, start)
+
+    def work(applier: Applier) -> list[bytes]:
+        for n, id_ in enumerate(ids):
+            applier.txn.put(alias_key(stock.ns.number, bytes([50 + n]) * 16), ALIAS.pack(id_, 1))
+            applier.txn.put(moved_key(id_, 0), bytes(MOVE.size))
+        monkeypatch.setattr(wipe, "scan", counted)
+        wipe.forget(applier, rows)
+        moved = [bytes(key[1:17]) for key, _ in scan(applier.txn, MOVED)]
+        assert moved == ids[3:]
+        return [ALIAS.unpack(value)[0] for _, value in scan(applier.txn, ALIASES)]
+
+    assert stock.store.index.write(work) == ids[3:]
+    assert looks.count(ALIASES) == 1
 
 
 def test_a_checkpoint_tells_what_was_moved(stock: Stock, tmp_path: Path) -> None:
