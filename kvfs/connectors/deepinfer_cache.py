@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,9 +16,9 @@ from kvfs.connectors.deepinfer_layout import Memory, measure
 from kvfs.connectors.deepinfer_load import Limits, Loader
 from kvfs.connectors.deepinfer_save import Saver
 from kvfs.connectors.deepinfer_state import Account, Slots
+from kvfs.connectors.fetching import fetcher_of
+from kvfs.connectors.settings import Common
 from kvfs.errors import InputError, KvfsError
-from kvfs.fetcher.engine import Fetcher
-from kvfs.fetcher.launch import Options
 from kvfs.gpu.swap_in import Swapper
 from kvfs.peers.client import PeerClient
 from kvfs.state.directory import Directory
@@ -30,51 +30,36 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Options of the connector.
+class Settings(Common):
+    """Options of the connector, besides those of every connector; weights must be given.
 
-    store, index   directory of the store, and of this host's indexes ("" for the usual place)
-    weights, tokenizer   revision or digest of each
-    salt           tenant salt of all requests
-    ttl_class      of what is stored; "": chatbot where the store has it, else the longest
+    tokenizer      revision or digest of the tokenizer
     slot_bytes     host memory for sliding windows; 0: none are kept, every hit replays
     slot_directory  where it is
     address        where `kvctl serve` of this host answers for its slots, "" if it does not
     policy         last, last:1 or zero, see docs/state.md
     replay         without a slot, let the engine compute one window anew; else that is a miss
-    fetch_seconds  a fetch that takes longer is given up, and what has come is used
-    state_seconds  the same for a slot
-    arena_bytes    shared memory of a fetch process that has to be started
-    save_bytes     memory for blocks on their way to the store; what does not fit is not stored
+    state_seconds  a slot that takes longer to come is given up
     flush_seconds  how long an engine that ends waits for its last blocks to be stored
     """
 
-    store: str
-    weights: str
-    tokenizer: str
-    index: str = ""
-    salt: str = ""
-    ttl_class: str = ""
+    NEEDED: ClassVar[tuple[str, ...]] = ("store", "weights", "tokenizer")
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("slot_bytes", "flush_seconds")
+
+    tokenizer: str = ""
     slot_bytes: int = 1 << 30
     slot_directory: str = "/dev/shm"
     address: str = ""
     policy: str = "last"
     replay: bool = True
-    fetch_seconds: float = 2.0
     state_seconds: float = 0.05
-    arena_bytes: int = 2 << 30
     save_bytes: int = 1 << 30
     flush_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("store", "weights", "tokenizer"):
-            if not getattr(self, name):
-                raise InputError(f"DeepInfer with kvfs needs `{name}`")
+        Common.__post_init__(self)
         if Policy.parse(self.policy).every_boundary:
             raise InputError(f"policy {self.policy}: the engine hands over last or zero")
-        for name in [f.name for f in fields(self) if f.name.endswith("_seconds")]:
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name} must be positive, not {getattr(self, name)}")
 
 
 class Cache:
@@ -118,8 +103,9 @@ class Cache:
             settings.replay and bool(engine.scheduler_config.chunked_prefill),
         )  # fmt: skip
         self.loader = Loader(
-            self.store, self.ns, self.memory, self.swapper, self._fetcher(), engine.scheduler,
-            limits, pool=self.pool, client=client, counts=self.counts,
+            self.store, self.ns, self.memory, self.swapper,
+            fetcher_of(self.store, settings.arena_bytes), engine.scheduler, limits,
+            pool=self.pool, client=client, counts=self.counts,
         )  # fmt: skip
 
     def _rules(self, in_flight: int) -> Slots | None:
@@ -134,12 +120,6 @@ class Cache:
         return SlotPool.open(
             self.memory.identity, self.settings.slot_bytes, directory=self.settings.slot_directory
         )
-
-    def _fetcher(self) -> Fetcher:
-        options = Options(arena_bytes=self.settings.arena_bytes)
-        fetcher = Fetcher(self.store.path, self.store.uuid, options, report=self.store.report_bad)
-        fetcher.ready(options.start_seconds)
-        return fetcher
 
     def account(self, seq: Any) -> Account:
         """A sequence's; of one that was never seen, nothing is known of what it has."""

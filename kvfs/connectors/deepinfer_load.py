@@ -101,7 +101,6 @@ class Loader:
                 load_state, self.store, self.ns, plan, prefix, limits.state_seconds,
                 pool=self._pool, client=self._client,
             )  # fmt: skip
-        self.store.note_hit(self.ns, plan, hasher)
         until = time.monotonic() + limits.fetch_seconds
         return Held(seq, account, plan, ticket, state, until)
 

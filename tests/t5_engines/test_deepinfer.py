@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from kvfs.state.decision import decide_length
 from kvfs.state.policy import Policy
 
 BLOCK, RING, WINDOW = fake.BLOCK, fake.RING, fake.WINDOW
+_SETTINGS = {f.name for f in fields(Settings)}
 RELEASE = Release(SimpleNamespace(block_table=()), 0, "fake")
 
 
@@ -93,13 +95,14 @@ class Place:
         self.engine: Engine | None = None
 
     def start(self, **options: Any) -> Engine:
-        settings = {k: options.pop(k) for k in list(options) if k in Settings.__slots__}
+        settings = {k: options.pop(k) for k in list(options) if k in _SETTINGS}
         release = options.pop("release", RELEASE)
         self.engine = Engine(**options)
         self.engine.start_kvfs(
             Settings(
-                str(self.path), "w", "t", slot_bytes=16 << 20, slot_directory=str(self.slots),
-                arena_bytes=16 << 20, **{"fetch_seconds": 300.0, **settings},
+                str(self.path), weights="w", tokenizer="t", slot_bytes=16 << 20,
+                slot_directory=str(self.slots), arena_bytes=16 << 20,
+                **{"fetch_seconds": 300.0, **settings},
             ),
             release=release,
         )  # fmt: skip
@@ -429,6 +432,27 @@ def test_a_request_the_engine_does_not_take_stops_no_other(
     assert two.cached_hit_tokens and engine.ended["two"] is fake.Status.FINISHED_STOPPED
 
 
+def test_what_comes_of_a_fetch_is_told_to_the_store(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5 blocks the third is damaged: a hit of two, and why it was not more."""
+    hits, misses = [], []
+    monkeypatch.setattr(Store, "note_hit", lambda *args: hits.append(args[-1]))
+    monkeypatch.setattr(Store, "note_miss", lambda self, reason: misses.append(reason))
+    engine, tokens = place.start(), some(Random(6), 700)
+    engine.ask("one", tokens)
+    engine.run()
+    place.stop()
+    assert not hits and not misses
+    row = fake.row_of(tokens, 2)
+    (path,) = [p for p in place.path.rglob("*.seg") if row in p.read_bytes()]
+    path.write_bytes(path.read_bytes().replace(row, bytes(len(row))))
+    engine = place.start()
+    engine.ask("two", tokens)
+    engine.run()
+    assert hits == [2] and misses == ["checksum of part kv"]
+
+
 def test_pictures_are_neither_stored_nor_hit(place: Place) -> None:
     """Their tokens do not say which picture it is."""
     engine, tokens = place.start(), some(Random(7), 700)
@@ -565,7 +589,7 @@ def test_two_steps_under_way_take_a_longer_ring() -> None:
 
 
 def test_engines_and_settings_that_cannot_work(place: Place) -> None:
-    settings = Settings(str(place.path), "w", "t")
+    settings = Settings(str(place.path), weights="w", tokenizer="t")
     for change in (
         {"engine_type": SimpleNamespace(name="PROMPT")},
         {"parallel_config": SimpleNamespace(context_parallel_size=2)},
@@ -580,7 +604,10 @@ def test_engines_and_settings_that_cannot_work(place: Place) -> None:
     engine.driver_worker.cache_engine.cache_config.block_size = 96
     with pytest.raises(ConfigError, match="96 tokens"):
         engine.start_kvfs(settings, release=RELEASE)
-    for wrong in ({"weights": ""}, {"policy": "full"}, {"fetch_seconds": 0.0}):
+    for wrong in (
+        {"weights": ""}, {"tokenizer": ""}, {"policy": "full"}, {"fetch_seconds": 0.0},
+        {"save_bytes": -1}, {"arena_bytes": 0}, {"slot_bytes": -1},
+    ):  # fmt: skip
         with pytest.raises(InputError):
             Settings(**{"store": "s", "weights": "w", "tokenizer": "t", **wrong})
 
