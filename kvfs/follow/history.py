@@ -22,7 +22,7 @@ from kvfs.errors import FormatError
 from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, Mark, all_whole, load, newer, written_ms
 from kvfs.follow.follower import FOLLOWED
 from kvfs.follow.torn import unchanged_since
-from kvfs.index import Index
+from kvfs.index import Index, slots
 from kvfs.index.apply import CLOCKS_MS, Applier
 from kvfs.index.index import ENDED, LAST, JournalState
 from kvfs.index.schema import JOURNAL, JOURNALS, META, U64, scan
@@ -269,14 +269,17 @@ def _remove(backend: Backend, mark: Mark) -> bool:
 
 
 def tidy(backend: Backend, index: Index, store: bytes, now_ms: int) -> int:
-    """Forgets writers whose journals are removed: a store sees thousands of them. Returns the
-    number of journals forgotten.
+    """Forgets writers whose journals are removed: a store sees thousands of them; and pools of
+    which nothing is known any more. Returns the number of journals forgotten.
 
     One that said it is gone is forgotten once no checkpoint mentions it. One that was killed might
     only be idle, and go on in its next journal: it is forgotten FORGET_MS after its journals were
     first found to be removed, which they are only when checkpoints cover them. Should it live after
     all, its next journal is read a little late (kvfs.follow.follower).
     """
+    idle, any_idle = index.query(lambda a: slots.idle_pools(a.txn))
+    if any_idle:
+        index.write(lambda a: slots.forget_pools(a, idle, now_ms))
     whole = list(all_whole(backend, store))
     if not whole:
         return 0

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LOOK_SECONDS = 1.0
+SEGMENTS_KEPT = 4096
+"""Rows of segments in memory: those of hits. A store sees a new segment every few seconds."""
 _COUNTER = b"n:"  # prefix in `meta` of counters that change together with rows
 
 
@@ -263,6 +265,8 @@ class Index:
                 segment = None if value is None else Segment.decode(number, value)
             if segment is None:
                 raise IndexFault(f"{self.path}: run in unknown segment {number}; rebuild the index")
+            if len(self._segments) >= SEGMENTS_KEPT:
+                self._segments = {}  # those that are hit now come back at once
             self._segments[number] = segment
         return segment
 

@@ -13,6 +13,8 @@ A row whose `expires` is 0 remembers that a slot is gone, for as long as older n
 come in. Invariants: a row in `slots` has exactly one in `purge`, and its pool one in `pools`; the
 slots counted there are the pool's rows with an expiry. Entries may come in any order, and twice. A
 pool at whose address another one was heard of later is gone for good: its host was started anew.
+One that has been without a row in `slots` for a day is forgotten; since when that is so stands in
+`meta`, "idle:" and its id.
 
 Everything happens in the transaction that is handed in.
 """
@@ -24,7 +26,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvfs.chain import HASH_BYTES
 from kvfs.index.schema import (
+    META,
     POOL,
     POOLS,
     PREFIX,
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
     from kvfs.index.lookup import Match
 
 _MS = struct.Struct(">Q")
+_IDLE = META + b"idle:"
+IDLE_MS = 86_400_000
+"""How long a pool of which nothing is known any more is remembered."""
 _REMEMBER_MS = 600_000
 """How long older news of a slot may come in after the news that it is gone."""
 _PURGED_AT_ONCE = 4
@@ -247,6 +254,34 @@ def _purge(applier: Applier, now_ms: int) -> None:
         applier.count("slots_purged")
 
 
+def idle_pools(txn: Any) -> tuple[set[bytes], bool]:
+    """Ids of the pools without a row in `slots`, and whether `forget_pools` has to do with any."""
+    holding = {bytes(key[-16:]) for key, _ in scan(txn, SLOTS)}
+    idle = {pool for key, _ in scan(txn, POOLS) if (pool := bytes(key[1:])) not in holding}
+    return idle, bool(idle) or next(scan(txn, _IDLE), None) is not None
+
+
+def forget_pools(applier: Applier, idle: set[bytes], now_ms: int) -> int:
+    """Forgets pools that have been idle for long, and notes since when the others are. Returns how
+    many were forgotten."""
+    txn, gone = applier.txn, set()
+    since = {key[len(_IDLE) :]: _MS.unpack(ms)[0] for key, ms in scan_copies(txn, _IDLE)}
+    for pool_id in idle - since.keys():
+        txn.put(_IDLE + pool_id, _MS.pack(now_ms))
+    for pool_id, ms in since.items():
+        pool = _pool(txn, pool_id)
+        if pool_id not in idle or pool is None or pool.count:
+            txn.delete(_IDLE + pool_id)
+        elif now_ms - ms >= IDLE_MS:
+            txn.delete(_IDLE + pool_id)
+            txn.delete(POOLS + pool_id)
+            gone.add(pool_id)
+    for key, value in list(scan_copies(txn, SERVING)) if gone else ():
+        if value[:16] in gone:
+            txn.delete(key)
+    return len(gone)
+
+
 def all_entries(txn: Any, nsids: dict[int, bytes]) -> Iterator[SlotEntry | SlotGoneEntry]:
     """Everything the tables say, as entries from which they can be made anew."""
     pools: dict[bytes, tuple[_Pool, int | None]] = {}
@@ -289,7 +324,8 @@ def anchor_hash(txn: Any, runs: list[Match], blocks: int) -> bytes | None:
         seg, slot, count, *_ = RUN.unpack_from(value)
         if (seg, slot) != (match.seg, match.slot) or at >= count:
             return None
-        return bytes(value[RUN.size + 16 * at : RUN.size + 16 * at + 16])
+        first = RUN.size + HASH_BYTES * at
+        return bytes(value[first : first + HASH_BYTES])
     return None
 
 

@@ -127,6 +127,18 @@ def test_handles_are_kept_for_some_namespaces_and_work_for_all(
         assert mine.put(tokens(seed, 8)).complete and mine.good(tokens(seed, 8)) == 2
 
 
+def test_segments_that_were_hit_are_kept_in_bounds(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.index.index.SEGMENTS_KEPT", 3)
+    for prompt in PROMPTS[:8]:
+        assert stock.put(prompt).complete
+        stock.store.writer().retire({s.segment for s in stock.store.index.segments()})
+    for prompt in PROMPTS[:8] * 2:
+        assert stock.good(prompt) == len(prompt) // 4
+    assert len(stock.store.index.segments()) == 8 and len(stock.store.index._segments) <= 3
+
+
 def test_numbers_do_not_depend_on_the_order(stock: Stock, place: Path) -> None:
     ids = [b"\x01" * 16, b"\x02" * 16, b"\x81" + b"\x01" * 15, b"\x01" * 15 + b"\x03"]
     found = []

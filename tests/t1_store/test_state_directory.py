@@ -19,8 +19,8 @@ from kvfs.errors import InputError
 from kvfs.follow import checkpoint
 from kvfs.frames import NamespaceEntry
 from kvfs.index import Index
-from kvfs.index.schema import POOL, POOLS, PURGE, SLOT, SLOTS, scan_copies
-from kvfs.index.slots import all_entries
+from kvfs.index.schema import POOL, POOLS, PURGE, SERVING, SLOT, SLOTS, scan_copies
+from kvfs.index.slots import IDLE_MS, all_entries, forget_pools, idle_pools
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan, SlotHint
 from kvfs.repair.rebuild import rebuild
@@ -576,6 +576,30 @@ def test_rows_whose_time_is_over_go_by_and_by(paper: Index) -> None:
         rows = {name: len(dict(scan_copies(txn, name))) for name in (SLOTS, PURGE, POOLS)}
     # A minute of life, ten minutes of memory, one every ten seconds.
     assert rows[SLOTS] == rows[PURGE] < 150 and rows[POOLS] == 1
+
+
+def test_pools_that_hold_nothing_are_forgotten_after_a_day(paper: Index) -> None:
+    ended = [slot("a", 0, 2, address="a:7"), gone("a", -1, 2), gone("c", -1, 2)]
+    lives = slot("b", 1, 2, address="b:7", expires=NOW + 4 * IDLE_MS)
+    later = slot("d", 1, 2, address="d:7", when=NOW + TTL + IDLE_MS, expires=NOW + 4 * IDLE_MS)
+    fresh(paper, [*ended, lives])
+
+    def tidied(now: int) -> set[bytes]:
+        idle, _ = paper.query(lambda a: idle_pools(a.txn))
+        paper.write(lambda a: forget_pools(a, idle, now))
+        assert not faults(paper)
+        with paper.env().read() as txn:
+            left = {bytes(key[1:]) for key, _ in scan_copies(txn, POOLS)}
+            assert {bytes(v[:16]) for _, v in scan_copies(txn, SERVING)} <= left
+        return left
+
+    a, b, c, d = map(pool_id, "abcd")
+    assert tidied(NOW) == tidied(NOW + IDLE_MS - 1) == {a, b, c}
+    assert tidied(NOW + IDLE_MS) == {a, b}  # of one a slot may still be heard of
+    paper.write(lambda a: a.apply(later))  # with it goes what has expired
+    assert tidied(NOW + 2 * IDLE_MS) == {a, b, d}
+    assert tidied(NOW + 3 * IDLE_MS) == {b, d}
+    assert not paper.query(lambda a: idle_pools(a.txn))[1]
 
 
 def test_one_wrong_clock_loses_few(paper: Index) -> None:
