@@ -85,11 +85,14 @@ class Swapper:
         behind its end is not copied. The swap owns the ticket from now on. after: who used the
         pages before has finished there; None for what the calling thread has enqueued so far.
         """
-        return SwapIn(self, plan, ticket, block_table, after or self.device.fence())
+        most = plan.hit_blocks - ticket.first
+        return SwapIn(self, most, ticket, block_table, after or self.device.fence())
 
-    def load(self, plan: Any, ticket: Any, block_table: Sequence[Any]) -> SwapIn:
-        """The same in the calling thread, for who has nothing else to do: all is done on return."""
-        return SwapIn(self, plan, ticket, block_table, self.device.fence(), threaded=False)
+    def load(self, ticket: Any, block_table: Sequence[Any], after: Event | None = None) -> SwapIn:
+        """The same in the calling thread, for who has nothing else to do: all of the ticket, done
+        on return. after: must be given where another thread computes, whose stream is its own."""
+        after = after or self.device.fence()
+        return SwapIn(self, ticket.wanted, ticket, block_table, after, threaded=False)
 
     def swap_out(
         self, block_table: Sequence[Any], buffer: Any = None, after: Event | None = None
@@ -122,10 +125,10 @@ class SwapIn:
     """
 
     def __init__(
-        self, swapper: Swapper, plan: Any, ticket: Any, block_table: Sequence[Any],
+        self, swapper: Swapper, most: int, ticket: Any, block_table: Sequence[Any],
         after: Event | None, *, threaded: bool = True,
     ) -> None:  # fmt: skip
-        """For Swapper.swap_in and Swapper.load."""
+        """For Swapper.swap_in and Swapper.load. most: blocks of the ticket that are wanted."""
         self._swapper = swapper
         self._ticket = ticket
         self._after = after
@@ -144,10 +147,10 @@ class SwapIn:
         self.control_seconds = 0.0
         """CPU time of the thread from plan to enqueued copies, without waiting for the fetch."""
         if not threaded:
-            self._run(plan, block_table)
+            self._run(most, block_table)
             return
         self._thread = threading.Thread(
-            target=self._run, args=(plan, block_table), name="kvfs-swap-in", daemon=True
+            target=self._run, args=(most, block_table), name="kvfs-swap-in", daemon=True
         )
         try:
             self._thread.start()
@@ -240,8 +243,8 @@ class SwapIn:
 
     # the thread
 
-    def _run(self, plan: Any, block_table: Sequence[Any]) -> None:
-        for step in (partial(self._swap, plan, block_table), self._settle):
+    def _run(self, most: int, block_table: Sequence[Any]) -> None:
+        for step in (partial(self._swap, most, block_table), self._settle):
             try:
                 with self._swapper.device.entered():
                     step()
@@ -252,7 +255,7 @@ class SwapIn:
             self._decided.set()
         self._over.set()
 
-    def _swap(self, plan: Any, block_table: Sequence[Any]) -> None:
+    def _swap(self, most: int, block_table: Sequence[Any]) -> None:
         began = time.thread_time()
         ticket, layout, swapper = self._ticket, self._layout, self._swapper
         tables = layout.tables(block_table)
@@ -263,7 +266,7 @@ class SwapIn:
             swapper.stream.wait_for(self._after)
         upload = partial(swapper.device.upload, stream=swapper.stream)
         targets = [target_of(table, upload) for table in tables]
-        wanted: int = min(ticket.wanted, plan.hit_blocks - ticket.first, layout.blocks(tables))
+        wanted: int = min(ticket.wanted, most, layout.blocks(tables))
         self.control_seconds += time.thread_time() - began
         done, more = 0, True
         while done < wanted and more:

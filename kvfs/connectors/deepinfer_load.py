@@ -309,7 +309,7 @@ class Loader:
             return
         n, size = self.memory.per_block, len(row)
         pages = list(seq.block_table)[block * n : (block + 1) * n]
-        swap = self.swapper.load(_One(), Landed(row, size, size, 1), pages)
+        swap = self.swapper.load(Landed(row, size, size, 1), pages)
         if swap.finish() != 1:
             log.warning("%s: block %d keeps what the replay computed", seq.request_id, block)
 
@@ -328,10 +328,6 @@ class Loader:
         self.held.clear()
         self._thread.shutdown()
         self._fetcher.close()
-
-
-class _One:
-    hit_blocks = 1
 
 
 def free(scheduler: Any, seq: Any) -> None:

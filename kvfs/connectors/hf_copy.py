@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -100,15 +100,9 @@ def _swap_in(
     ticket = Landed(rows.view(-1).numpy(), layout.row_bytes, layout.row_bytes, blocks)
     row = Spans(spans, layout.row_bytes)
     with Swapper(pages, row, groups=groups, strategy=strategy, inline=True) as swapper:
-        swap = swapper.load(_All(blocks), ticket, tables)
+        swap = swapper.load(ticket, tables)
         if swap.finish() < blocks:
             raise RuntimeError(swap.reason)
-
-
-class _All(NamedTuple):
-    """A plan by which all that is here is used."""
-
-    hit_blocks: int
 
 
 def gather_state(layout: CacheLayout, cache: Any, tokens: int) -> Any | None:

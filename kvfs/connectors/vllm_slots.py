@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfs.chain import PrefixHasher
 from kvfs.connectors.background import Background
@@ -26,6 +26,7 @@ from kvfs.connectors.vllm_settings import Settings
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.gpu.host_memory import Landed
 from kvfs.gpu.paged import HOLE
+from kvfs.gpu.streams import Event
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
 from kvfs.peers.auth import Secret
@@ -38,12 +39,6 @@ from kvfs.state.slots import SlotPool
 from kvfs.store import Store
 
 log = logging.getLogger(__name__)
-
-
-class _Hit(NamedTuple):
-    """What a swap-in needs of a plan: a slot is one row."""
-
-    hit_blocks: int = 1
 
 
 class Keeper:
@@ -107,10 +102,13 @@ class Keeper:
         """A request has ended; its last window stays."""
         self._decoded.pop(request, None)
 
-    def load(self, hasher: PrefixHasher, position: int, tables: Tables) -> str:
+    def load(
+        self, hasher: PrefixHasher, position: int, tables: Tables, after: Event | None = None
+    ) -> str:
         """Copies a window into vLLM's blocks. Returns why it is not there, "" if it is.
 
-        tables: as many as the window has groups, null for a block that is not wanted.
+        tables: as many as the window has groups, null for a block that is not wanted; after: as
+        Swapper.load.
         """
         if len(tables) != len(self._layout.groups):
             return "vLLM has no blocks for the window"
@@ -120,7 +118,7 @@ class Keeper:
         size = self._layout.row_bytes
         ticket = Landed(memoryview(slot.data)[:size], size, size, 1)
         wanted = [[HOLE if block == NULL_BLOCK else block for block in t] for t in tables]
-        swap = self._swapper.load(_Hit(), ticket, wanted)
+        swap = self._swapper.load(ticket, wanted, after)
         return "" if swap.finish() == 1 else str(swap.reason)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,6 +32,7 @@ from kvfs.errors import KvfsError
 from kvfs.fetcher.engine import Fetcher
 from kvfs.gpu.host_memory import Landed
 from kvfs.gpu.paged import HOLE
+from kvfs.gpu.streams import Event
 from kvfs.layout import Identity
 from kvfs.namespace import Namespace
 from kvfs.plan import Plan
@@ -42,12 +43,6 @@ _Taken = tuple[Save, Any, Sequence[Any]]
 """What is to be stored, the bytes of its rows (None: they could not be had), and its windows."""
 _HOLD_SECONDS = 1.0
 """Puts are held back so long at most, however many loads there are."""
-
-
-class _Hit(NamedTuple):
-    """What a swap-in needs of a plan: up to which block vLLM counts on it."""
-
-    hit_blocks: int
 
 
 class WorkerSide:
@@ -70,7 +65,7 @@ class WorkerSide:
         self._stats = KvfsStats()
         self._news = WorkerNews()
         self._loaded: dict[str, bool] = {}
-        self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[Load, Event | None] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[_Taken | str | None] = queue.SimpleQueue()
         self._loading = 0
         self._stored = threading.Condition(self._lock)
@@ -96,11 +91,20 @@ class WorkerSide:
     # a step
 
     def start_loads(self, meta: Meta) -> None:
+        after = self._fence() if meta.loads else None
         for load in meta.loads:
             with self._lock:
                 self._loading += 1
                 self._idle.clear()
-            self._loads.put(load)
+            self._loads.put((load, after))
+
+    def _fence(self) -> Event | None:
+        """Behind what vLLM computes, in a stream of its thread: the blocks' former owners."""
+        try:
+            return self._swapper.device.fence()
+        except Exception as e:  # the loads fail as well, and that is told to vLLM
+            log.warning("before loads: %s", e, exc_info=True)
+            return None
 
     def take_saves(self, meta: Meta) -> None:
         """Copies the blocks of a step to host memory; what there is no room for is dropped."""
@@ -168,10 +172,11 @@ class WorkerSide:
     # loading
 
     def _run_loads(self) -> None:
-        while (load := self._loads.get()) is not None:
+        while (begun := self._loads.get()) is not None:
+            load, after = begun
             began = time.monotonic()
             try:
-                good = self._load(load)
+                good = self._load(load, after)
             except Exception as e:  # whatever it is, the tokens are computed
                 log.warning("%s: load failed: %s", load.request, e, exc_info=True)
                 good = False
@@ -186,7 +191,7 @@ class WorkerSide:
                 if not self._loading:
                     self._idle.set()
 
-    def _load(self, load: Load) -> bool:
+    def _load(self, load: Load, after: Event | None) -> bool:
         if not load.plans:
             return False  # the scheduler had to give it up
         ns = self._namespace(load.salt, load.adapter)
@@ -195,10 +200,10 @@ class WorkerSide:
         if plan is None:
             return False
         hasher = ns.hasher(load.tokens)
-        if load.window is not None and not self._load_window(load, load.window, hasher):
+        if load.window is not None and not self._load_window(load, load.window, hasher, after):
             return False
         ticket = self._ticket(ns, plan, hasher, first, end)
-        swap = self._swapper.load(_Hit(end), ticket, self._tables(load, first, end))
+        swap = self._swapper.load(ticket, self._tables(load, first, end), after)
         good = swap.finish()
         if good < end - first:
             log.info("%s: block %d: %s", ns.name, first + good, swap.reason)
@@ -208,10 +213,12 @@ class WorkerSide:
         self._count("load_bytes", (end - first) * self.layout.row_bytes)
         return True
 
-    def _load_window(self, load: Load, tables: Tables, hasher: PrefixHasher) -> bool:
+    def _load_window(
+        self, load: Load, tables: Tables, hasher: PrefixHasher, after: Event | None
+    ) -> bool:
         why = "this worker keeps no slots"
         if self.keeper is not None:
-            why = self.keeper.load(hasher, load.end, tables)
+            why = self.keeper.load(hasher, load.end, tables, after)
         if why:
             log.info("%s: %s", load.request, why)
             return False

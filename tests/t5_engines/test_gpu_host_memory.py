@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -156,10 +157,10 @@ def test_memory_is_pinned_for_the_device_of_the_pages(monkeypatch: pytest.Monkey
     assert len(seen) == 2, "the trial's"
     swapper.swap_out([1]).rows()
     assert len(seen) == 3
-    for begin in (swapper.swap_in, swapper.load):
+    for begin in (partial(swapper.swap_in, fakes.plan(4)), swapper.load):
         ticket = fakes.FakeTicket(IDENTITY, 4, Random(1))
         ticket.gone = lambda: True  # type: ignore[method-assign]
-        assert begin(fakes.plan(4), ticket, range(4)).finish() == 4
+        assert begin(ticket, range(4)).finish() == 4
     assert len(seen) == 7 and all(seen) and not device.threads
 
 
@@ -175,7 +176,7 @@ def test_what_no_fetcher_lends_is_not_pinned() -> None:
         assert len(pinned) == 1
         for block in range(4, 8):
             landed = Landed(bytes(row), row, row, 1)
-            assert swapper.load(fakes.plan(1), landed, [block]).finish() == 1
+            assert swapper.load(landed, [block]).finish() == 1
         assert cudart.pinned == pinned and cudart.registered == 1
     assert not cudart.pinned
 

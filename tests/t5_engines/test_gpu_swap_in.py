@@ -271,13 +271,16 @@ def test_without_a_thread_it_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert swap.abort() and case.ticket.released == 1
 
 
-@given(seeds)
-def test_copies_wait_for_who_used_the_pages_before(seed: int) -> None:
+@given(seeds, st.booleans())
+def test_copies_wait_for_who_used_the_pages_before(seed: int, load: bool) -> None:
     case = Case(seed)
     compute = case.device.stream()
     seen: list[int] = []
     compute.submit(Former(case, seen))
-    swap = case.swapper.swap_in(fakes.plan(99), case.ticket, case.table, compute.record())
+    if load:
+        swap = case.swapper.load(case.ticket, case.table, compute.record())
+    else:
+        swap = case.swapper.swap_in(fakes.plan(99), case.ticket, case.table, compute.record())
     assert case.forward(swap) == 20
     case.device.drain()
     assert seen == [fakes.POISON]
@@ -373,7 +376,7 @@ def test_a_missing_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError):
         for seed in range(200):
             test_copies_wait_for_who_used_the_pages_before.hypothesis.inner_test(  # type: ignore
-                seed
+                seed, False
             )
 
 
@@ -395,7 +398,7 @@ def test_a_load_is_done_when_it_returns(seed: int, lands: int, strategy: Strateg
     device = CpuDevice(inline=True)
     case = Case(seed, wanted=30, lands=lands, strategy=strategy, device=device)
     before = threading.active_count()
-    swap = case.swapper.load(fakes.plan(30), case.ticket, case.table)
+    swap = case.swapper.load(case.ticket, case.table)
     assert threading.active_count() == before
     assert swap.over(0) and case.ticket.released == 1
     for layer in LAYERS:

@@ -88,8 +88,7 @@ def test_a_row_comes_back_as_it_was() -> None:
     rows = out.gather(([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12]))
     ticket = Landed(rows[1].numpy(), out.row_bytes, out.row_bytes, 1)
     with into.swapper() as swapper:
-        plan = SimpleNamespace(hit_blocks=1)
-        swap = swapper.load(plan, ticket, [[11, 12], [21, 22, HOLE, 24]])
+        swap = swapper.load(ticket, [[11, 12], [21, 22, HOLE, 24]])
         assert swap.finish() == 1, swap.reason
     for name in config.kv_cache_groups[0].layer_names:
         assert torch.equal(target[name][[11, 12]], source[name][[3, 4]])
@@ -148,10 +147,10 @@ def test_blocks_are_swapped_in(halves: Any, monkeypatch: pytest.MonkeyPatch) -> 
     swaps: list[Any] = []
     load = Swapper.load
 
-    def spy(self: Any, plan: Any, ticket: Any, tables: Any) -> Any:
+    def spy(self: Any, ticket: Any, tables: Any, after: Any) -> Any:
         if len(swaps) == 1:
             ticket.wanted = ticket.good = ticket.good - 1
-        swaps.append(load(self, plan, ticket, tables))
+        swaps.append(load(self, ticket, tables, after))
         return swaps[-1]
 
     monkeypatch.setattr(Swapper, "load", spy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +22,8 @@ from vllm_halves import IDS, TABLE, Half, config_of, request, v41
 from kvfs.connectors.vllm import KvfsConnector
 from kvfs.connectors.vllm_slots import Finder, Search
 from kvfs.connectors.vllm_window import measure_window, window_groups, window_tables
+from kvfs.gpu.streams import CpuDevice, CpuEvent
+from kvfs.gpu.swap_in import Swapper
 from kvfs.peers.client import PeerClient, Pulled
 from kvfs.peers.wire import Holder
 from kvfs.state.directory import Directory
@@ -104,6 +107,35 @@ def test_a_window_goes_from_process_to_process(halves: Any) -> None:
         assert torch.equal(second.caches[name][others], cache[others])
     assert second.worker.stats().data["slots_loaded"] == 1
     assert restored(second, r) == (0, WINDOW)  # vLLM asks again when the load has ended
+
+
+def test_a_load_waits_for_what_vllm_has_enqueued(
+    halves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For window and blocks, in vLLM's own thread, which alone knows the stream it computes in."""
+    prefilled(halves)
+    second, r, load = halves(v41(), seed=2, **PATIENT), request(IDS), Swapper.load
+    fences: list[tuple[int, Any]] = []
+    waited: list[tuple[int, Any]] = []
+
+    def fence(self: Any) -> Any:
+        event = CpuEvent()
+        event.set()
+        fences.append((threading.get_ident(), event))
+        return event
+
+    def spy(self: Any, ticket: Any, tables: Any, after: Any = None) -> Any:
+        waited.append((threading.get_ident(), after))
+        return load(self, ticket, tables, after)
+
+    monkeypatch.setattr(CpuDevice, "fence", fence)
+    monkeypatch.setattr(Swapper, "load", spy)
+    assert asked(second, r) == 512 and restored(second, r) == (0, WINDOW)
+    assert second.load(r, 512, (THERE, THERE))
+    ((thread, event),) = fences
+    assert thread == threading.get_ident()
+    assert [after is event for _, after in waited] == [True, True]
+    assert thread not in dict(waited)
 
 
 def test_windows_of_blocks_of_any_size(halves: Any) -> None:
