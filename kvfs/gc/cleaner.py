@@ -33,6 +33,7 @@ from kvfs.frames import DropEntry, Entry, MoveEntry, RunEntry, Source, shortened
 from kvfs.gc.expiry import Expiry
 from kvfs.gc.merging import Chain, chains
 from kvfs.gc.occupancy import Occupied
+from kvfs.gc.pace import Ended
 from kvfs.gc.restating import restated, unheard
 from kvfs.gc.throttle import Bucket
 from kvfs.index.apply import Applier
@@ -129,7 +130,7 @@ class Cleaner:
     ) -> None:  # fmt: skip
         """writer: one that nobody else puts through; bucket: of bytes read and written; step:
         called before anything is changed and every second of copying, raises if the lease is lost
-        or the work is to end."""
+        or, if it is ours, the work is to end (Ended)."""
         self.store = store
         self.writer = writer
         self.expiry = expiry
@@ -152,6 +153,7 @@ class Cleaner:
         for batch in _batches(victims):
             self._step()
             refused = self._copy_all(batch, result)
+            self._step_before_publishing()
             try:
                 self._publish(batch, result)
             except KvfsError as e:
@@ -164,6 +166,19 @@ class Cleaner:
     def _step(self) -> None:
         self.step()
         self._stepped = time.monotonic()
+
+    def _step_if_due(self) -> None:
+        if time.monotonic() - self._stepped >= STEP_SECONDS:
+            self._step()
+
+    def _step_before_publishing(self) -> None:
+        try:
+            self._step()
+        except Ended:
+            pass  # the lease is ours still: what was copied is kept
+        except KvfsError:
+            self.writer.discard(self._written)
+            raise
 
     # copying
 
@@ -180,8 +195,7 @@ class Cleaner:
             settled_ms = self.expiry.now_ms - REMEMBER_MS
             ttl_ms = {c: s * 1000 for c, s in self._seconds.items()}
             for chain in chains(live, lambda c: ttl_ms.get(c, 0), cap_ms, settled_ms):
-                if time.monotonic() - self._stepped >= STEP_SECONDS:
-                    self._step()
+                self._step_if_due()
                 self._copy(chain, result)
         except KvfsError as e:
             return str(e)
@@ -215,6 +229,7 @@ class Cleaner:
         ns, at = self._namespaces[run.ns], 0
         name, seconds = self._names[run.class_id], self._seconds[run.class_id]
         while at < len(payloads):
+            self._step_if_due()  # at a slow rate a chain takes longer than a lease
             self.bucket.take((len(payloads) - at) * ns.stride)
             part = blocks.part(at, len(payloads))
             w = self.writer.write_run(ns, part, payloads[at:], name, seconds, written_ms)

@@ -246,10 +246,10 @@ class Collector:
         )
 
     def _step(self) -> None:
-        """Before anything is changed: nobody wants it to end, the store is still there and the
-        lease still ours."""
-        self._pace.go_on()
+        """Before anything is changed: the store is still there, the lease still ours and nobody
+        wants it to end."""
         self._still_ours()
+        self._pace.go_on()
         self._pace.refresh()
 
     def _still_ours(self) -> None:

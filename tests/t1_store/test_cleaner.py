@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvfs.errors import BusyError
 from kvfs.follow import checkpoint
 from kvfs.frames import DropEntry, MoveEntry, NamespaceEntry, RunEntry
 from kvfs.gc.cleaner import Cleaned, Cleaner
@@ -41,6 +42,7 @@ from kvfs.writer import Writer
 
 DAY = 86400.0
 A, B, C = tokens(1, 40), tokens(2, 40), tokens(3, 40)
+LONG = tokens(9, 120)
 
 
 @pytest.fixture
@@ -53,14 +55,14 @@ def stock(store_dir: Path) -> Iterator[Stock]:
     stock.close()
 
 
-def clean(stock: Stock, below: float = 1.1) -> Cleaned:
+def clean(stock: Stock, below: float = 1.1, step: Callable[[], None] = lambda: None) -> Cleaned:
     """Cleans every segment of which less than a share is in use."""
     store = stock.store
     store.writer().retire({s.segment for s in store.index.segments()})
     expiry = Expiry(store)
     writer = Writer(store.backend, store.index, store.config, store.clock)
     try:
-        cleaner = Cleaner(store, writer, expiry, Bucket())
+        cleaner = Cleaner(store, writer, expiry, Bucket(), step)
         return cleaner.clean(worth_cleaning(occupied(expiry), below, None))
     finally:
         writer.close()
@@ -181,6 +183,31 @@ def test_an_unreadable_segment_stays(stock: Stock) -> None:
     result = clean(stock)
     os.rename(path + ".away", path)
     assert result.segments == [] and stock.good(A) == 10
+
+
+def test_the_lease_is_looked_at_within_a_chain(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before the copies are told of: whoever has it by now may have dropped the originals."""
+    monkeypatch.setattr("kvfs.gc.cleaner.STEP_SECONDS", 0.0)
+    for _ in range(3):  # one chain of three runs
+        stock.put(LONG[: len(stock.prompts) * 40 + 40])
+    steps = []
+
+    def lost_after(most: int) -> Callable[[], None]:
+        def step() -> None:
+            steps.append(most)
+            if steps.count(most) > most:
+                raise BusyError("the lease was taken over")
+
+        return step
+
+    for most in (2, 3, 4, 5):
+        with pytest.raises(BusyError):
+            clean(stock, step=lost_after(most))
+        assert states(stock) == [LIVE] and stock.good(LONG) == 30
+    assert clean(stock, step=lost_after(100)).moved_blocks == 30
+    assert states(stock) == [DROPPED, LIVE] and stock.good(LONG) == 30
 
 
 def test_only_what_is_little_used(stock: Stock) -> None:
