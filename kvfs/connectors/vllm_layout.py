@@ -22,6 +22,7 @@ import torch
 
 from kvfs.errors import InputError
 from kvfs.gpu.paged import Spans
+from kvfs.gpu.strategies import STAGING_BYTES
 from kvfs.gpu.swap_in import Swapper
 from kvfs.layout import Span
 
@@ -151,14 +152,11 @@ class Layout:
         if into is None:
             into = torch.empty(count * self.row_bytes, dtype=torch.uint8)
         rows = into.view(count, self.row_bytes)
-        for piece in self.pieces:
-            pages, table = self.pages[piece.layer], tables[piece.group]
-            if pages.device.type == "cpu":
-                _gather_here(pages, table, rows, piece)
-                continue
-            which = torch.tensor(table, dtype=torch.long, device=pages.device)
-            found = pages.index_select(0, which).view(count, piece.length)
-            rows[:, piece.offset : piece.offset + piece.length].copy_(found)
+        if self.pages[self.pieces[0].layer].device.type == "cpu":
+            for piece in self.pieces:
+                _gather_here(self.pages[piece.layer], tables[piece.group], rows, piece)
+        else:
+            _gather_there(self.pages, tables, rows, self.pieces)
         return rows
 
     def swapper(self) -> Swapper:
@@ -180,6 +178,25 @@ def _gather_here(pages: Any, table: Sequence[int], rows: Any, piece: Piece) -> N
         row, page = divmod(i, piece.pages)
         at = piece.offset + page * piece.page_bytes
         target[row, at : at + piece.page_bytes] = source[block]
+
+
+def _gather_there(
+    pages: Mapping[str, Any], tables: Sequence[Sequence[int]], rows: Any, pieces: Sequence[Piece]
+) -> None:
+    """All layers on a GPU: rows are put together there, as many at a time as a swap-in takes, and
+    come in one copy. A copy for each layer would wait for the device each time."""
+    device = pages[pieces[0].layer].device
+    which = [torch.tensor(table, dtype=torch.long, device=device) for table in tables]
+    step = max(1, STAGING_BYTES // rows.shape[1])
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        there = torch.empty(part.shape, dtype=torch.uint8, device=device)
+        for piece in pieces:
+            n = piece.pages
+            wanted = which[piece.group][first * n : (first + len(part)) * n]
+            found = pages[piece.layer].index_select(0, wanted).view(len(part), piece.length)
+            there[:, piece.offset : piece.offset + piece.length] = found
+        part.copy_(there)
 
 
 def measure(

@@ -31,7 +31,7 @@ from vllm_halves import (
 )
 
 from kvfs.connectors import vllm as vllm_connector
-from kvfs.connectors import vllm_worker
+from kvfs.connectors import vllm_layout, vllm_worker
 from kvfs.connectors.vllm import KvfsConnector
 from kvfs.connectors.vllm_layout import Layout, groups_of, measure
 from kvfs.connectors.vllm_meta import COUNTERS, KvfsPromMetrics, KvfsStats, Meta, WorkerNews
@@ -96,6 +96,19 @@ def test_a_row_comes_back_as_it_was() -> None:
     for name in config.kv_cache_groups[1].layer_names:
         assert torch.equal(target[name][[21, 22, 24]], source[name][[9, 10, 12]])
         assert torch.equal(target[name][0], untouched[name][0])
+
+
+@pytest.mark.parametrize("rows_at_once", [0, 1, 2, 5])
+def test_rows_are_put_together_on_a_gpu_as_on_a_cpu(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(full(), sliding(128, tokens=32))
+    layout = measure(config, tensors(config, 1), 128)
+    tables = (list(range(1, 11)), [*range(20, 30), 0, 0, *range(30, 38)])
+    into = torch.zeros(5, layout.row_bytes, dtype=torch.uint8)
+    monkeypatch.setattr(vllm_layout, "STAGING_BYTES", rows_at_once * layout.row_bytes)
+    vllm_layout._gather_there(layout.pages, tables, into, layout.pieces)
+    assert torch.equal(into, layout.gather(tables))
 
 
 def test_dimensions_in_any_order_in_memory_and_kernel_blocks() -> None:
