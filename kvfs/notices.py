@@ -13,7 +13,7 @@ from typing import Any
 
 from kvfs.backend import Backend
 from kvfs.catalog import TtlClass, namespace_path
-from kvfs.chain_entries import NOTHING, RemoveEntry
+from kvfs.chain_entries import NOTHING
 from kvfs.config import StoreConfig, check_alive, check_class
 from kvfs.errors import BackendError
 from kvfs.follow.follower import Progress
@@ -23,7 +23,13 @@ from kvfs.layout import Identity
 from kvfs.local import LocalStore
 from kvfs.namespace import Namespace
 from kvfs.record import Shape
-from kvfs.removal import heard_ms, removals_for, removals_for_all, renewals_for
+from kvfs.removal import (
+    heard_ms,
+    of_namespace,
+    removals_for,
+    removals_for_all,
+    renewals_for,
+)
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 from kvfs.usage import Space
 from kvfs.writer import Writer
@@ -73,7 +79,7 @@ class NoticeStore(LocalStore):
             entries: list[Entry] = [NamespaceEntry(identity.nsid, data)]
             if identity.nsid in self.index.namespaces():  # it was removed
                 when_ms = heard_ms(self.index, self.now_ms())
-                entries.append(RemoveEntry(identity.nsid, when_ms, NOTHING))
+                entries.append(of_namespace(self.index, identity.nsid, NOTHING, when_ms))
             self.writer().publish([], entries)
         return self.catalog.get(identity, default_class)
 

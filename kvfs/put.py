@@ -147,11 +147,12 @@ class Putter:
         if not missing and not renewals:
             return 0, None
         # What was removed, here or by a host whose clock is ahead, is stored anew, and stays.
+        # That lifts its time and not its expiry: it lives by the clock of this host.
+        expires = now + ttl.seconds * 1000
         now = max(now, self.index.query(lambda a: latest(a, ns.number)) + 1)
         runs: list[tuple[Written, RunEntry]] = []
         error: KvfsError | None = None
         heads = bytearray(b"" if hasher.keyed else _heads(hasher, found))
-        expires = now + ttl.seconds * 1000
         for at, end in missing:
             if at < first_block:
                 error = InputError(

@@ -14,8 +14,9 @@ from kvfs.chain import HASH_BYTES
 from kvfs.chain_entries import BLOCKS, LISTING, KeepEntry, RemoveEntry
 from kvfs.frames import CutEntry, Entry, shortened
 from kvfs.index import Index
-from kvfs.index.apply import CLOCKS_MS, NEWEST
+from kvfs.index.apply import CLOCKS_MS, NEWEST, Applier
 from kvfs.index.schema import Run
+from kvfs.index.told import after_all_told
 from kvfs.namespace import Namespace
 
 _FEW = 4
@@ -82,8 +83,8 @@ def renewals_for(
         name = "" if ttl is None or ttl.name == own else ttl.name
         expires = now_ms + seconds * 1000
         entry = KeepEntry(
-            ns.nsid, expires, when_ms, run.block, name, ttl is not None, path_heads(run, known),
-            run.hashes,
+            ns.nsid, expires, max(when_ms, run.written_ms), run.block, name, ttl is not None,
+            path_heads(run, known), run.hashes,
         )  # fmt: skip
         out.append(entry)
     return out
@@ -114,10 +115,11 @@ def heard_ms(index: Index, now_ms: int) -> int:
 
 
 def removal_of(ns: Namespace, run: Run, first: int, heads: bytes, when_ms: int) -> RemoveEntry:
-    """The REMOVE of a run's blocks from `first` on. heads: of the run."""
+    """The REMOVE of a run's blocks from `first` on. heads: of the run; when_ms: at the earliest."""
     if first:
         heads += run.head
     hashes = run.hashes[first * HASH_BYTES :]
+    when_ms = max(when_ms, run.written_ms)  # by a clock that is ahead, or after one told by such
     return RemoveEntry(ns.nsid, when_ms, run.block + first, few(heads), hashes)
 
 
@@ -150,13 +152,27 @@ def removals_for_all(
 
     whole: the namespace itself goes, too.
     """
-    runs = index.all_runs(ns.number)
+    runs, written = index.all_runs(ns.number), 0
     while some := list(islice(runs, batch)):
         when = heard_ms(index, now_ms)
         entries: list[Entry] = [removal_of(ns, run, 0, b"", when) for run in some]
         yield entries, sum(run.count for run in some)
-    what = LISTING if whole else BLOCKS
-    yield [RemoveEntry(ns.nsid, heard_ms(index, now_ms), what, b"", b"")], 0
+        written = max(written, *(run.written_ms for run in some))
+    when = max(heard_ms(index, now_ms), written)
+    yield [of_namespace(index, ns.nsid, LISTING if whole else BLOCKS, when)], 0
+
+
+def of_namespace(index: Index, nsid: bytes, what: int, when_ms: int) -> RemoveEntry:
+    """The REMOVE of a whole namespace, which counts over all that was told of it before.
+
+    what: see kvfs.chain_entries; when_ms: at the earliest.
+    """
+
+    def after(applier: Applier) -> int:
+        number = applier.namespace(nsid)
+        return when_ms if number is None else max(when_ms, after_all_told(applier, number))
+
+    return RemoveEntry(nsid, index.query(after), what)
 
 
 def cuts_for(

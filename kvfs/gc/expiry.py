@@ -58,7 +58,7 @@ class Marked:
     being_written: int = 0
     """Segments that could go but that a writer may still write."""
     newest_ms: int = 0
-    """The latest time that anything was written at."""
+    """When the latest segment was made. Runs may tell of a later time: see kvfs.put."""
 
 
 class Expiry:
@@ -117,7 +117,6 @@ class Expiry:
 
     def _judge(self, segment: Segment, marked: Marked, waiting: set[int]) -> Doomed | None:
         runs = self.store.index.runs_of(segment.number)
-        marked.newest_ms = max([marked.newest_ms, *(r.written_ms for r in runs)])
         limit = self.limit(segment)
         if segment.number in waiting or any(r.expires_ms > limit for r in runs):
             return None

@@ -37,6 +37,8 @@ class Placer:
         self.entry = entry
         self.n = kept
         self.hashes = entry.hashes[: kept * HASH_BYTES]
+        # A put whose time was lifted above that of a removal (kvfs.put) was made before that time.
+        self.made_ms = min(entry.written_ms, entry.expires_ms - segment.ttl_seconds * 1000)
 
     def place(self) -> list[Run] | None:
         """Returns the runs that were made of it, or None if its parent block is in no run."""
@@ -61,7 +63,7 @@ class Placer:
         return self.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
 
     def _expired(self, run: Run) -> bool:
-        return run.expires_ms <= self.entry.written_ms
+        return run.expires_ms <= self.made_ms
 
     def _live(self, i: int) -> tuple[Run | None, int]:
         """The run that begins with our block i, or, where blocks are keyed, holds it, and the

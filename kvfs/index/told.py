@@ -266,6 +266,12 @@ def latest(applier: Applier, ns: int) -> int:
     return known
 
 
+def after_all_told(applier: Applier, ns: int) -> int:
+    """A time that is later than all that was told of a namespace, by whatever clocks."""
+    unlisted_ms = applier.meta_int(f"{UNLISTED}{ns}") // 2
+    return max(latest(applier, ns), unlisted_ms) + 1
+
+
 class Kept(NamedTuple):
     """A row of `told`: blocks that were renewed."""
 

@@ -34,7 +34,7 @@ from kvfs.index import Index
 from kvfs.index.schema import LIVE
 from kvfs.namespace import Namespace
 from kvfs.put import Putter
-from kvfs.removal import heard_ms, removals_for
+from kvfs.removal import heard_ms, removals_for, removals_for_all
 from kvfs.segment_writer import Written
 from kvfs.testing.blocks import small_identity
 from kvfs.under_way import UnderWay
@@ -137,6 +137,11 @@ class PaperHost:
                 head = hasher.digest(match.block + 1)
                 entries, _ = removals_for(self.index, self.ns, head, at - match.block, self.now)
                 self.publish(entries)
+
+    def remove_all(self, now_ms: int) -> None:
+        """Removes all of the namespace, as of some time."""
+        for entries, _ in removals_for_all(self.index, self.ns, now_ms):
+            self.publish(entries)
 
     def runs_of(self, prompt: Prompt) -> list[tuple[int, int, bytes]]:
         """Of each run that shows a part of a prompt: its first block, how many, its path heads."""

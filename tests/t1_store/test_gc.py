@@ -519,6 +519,29 @@ def test_a_clock_that_is_behind_stops_it(stock: Stock) -> None:
     assert len(collect(stock, force=True).dropped) == 1
 
 
+def test_a_removal_by_a_clock_that_is_ahead_stops_nothing(stock: Stock) -> None:
+    """What is put behind it expires by the clock of its writer, and the cleaner sees that."""
+    stock.put(A, ttl_class="agent")
+    elsewhere = stock.elsewhere()
+    stock.clock.now = START + 365 * DAY
+    elsewhere.store.remove_all(elsewhere.ns, whole=True)
+    stock.clock.now = START + DAY
+    stock.store.catch_up()
+    assert stock.store.listed_namespaces() == []
+    assert stock.store.create_namespace(stock.ns.identity) in stock.store.listed_namespaces()
+    long = tokens(1, 2000)  # more than a segment takes
+    assert stock.put(long, ttl_class="agent").complete and stock.good(long) == 500
+    (expires,) = {e.expires_ms for e in stock.store.check(stock.ns, long).extents}
+    assert expires == (START + 4 * DAY) * 1000
+    assert collect(stock).refused is None and stock.good(long) == 500
+    stock.clock.now = START + 5 * DAY
+    assert stock.stored(long) == 0
+    assert collect(stock).refused is None
+    stock.clock.now += 61
+    assert collect(stock).refused is None
+    assert not any(map(os.path.exists, stock.paths()))
+
+
 def test_too_large_a_share_stops_it(stock: Stock) -> None:
     """The clock jumped ahead by a year; a small store is not worth the guard."""
     for i in range(9):

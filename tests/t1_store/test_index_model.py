@@ -228,20 +228,20 @@ def test_a_trimmed_run_prolongs_what_shows_its_blocks(host: PaperHost) -> None:
 def test_a_newer_run_takes_the_place_of_an_expired_one(host: PaperHost) -> None:
     """The bytes of an expired run may go at any time: nothing makes it visible again."""
     host.apply([run_of(host, (0, 0, 0), 0, expires_ms=2000)])
-    host.apply([run_of(host, (0, 0), 10, written_ms=2000, expires_ms=9000)])
+    host.apply([run_of(host, (0, 0), 10, written_ms=2000, expires_ms=102_000)])
     run = host.index.run(host.ns.number, host.ns.hasher([0]).hashes())
-    assert run is not None and (run.slot, run.count, run.expires_ms) == (10, 2, 9000)
+    assert run is not None and (run.slot, run.count, run.expires_ms) == (10, 2, 102_000)
 
 
 def test_a_run_waits_where_its_parent_has_expired(host: PaperHost) -> None:
     hasher = host.ns.hasher([0, 0, 1, 1])
     host.apply([run_of(host, (0, 0, 1), 0, expires_ms=2000)])
     late = {"block": 2, "parent": hasher.digest(2), "hashes": hasher.hashes()[2 * HASH_BYTES :]}
-    late |= {"written_ms": 3000, "expires_ms": 9000, "heads": hasher.hashes(1)}
+    late |= {"written_ms": 3000, "expires_ms": 103_000, "heads": hasher.hashes(1)}
     host.apply([run_of(host, (0, 0, 1, 1), 10, **late)])
     host.now = 3000
     assert host.check((0, 0, 1, 1)) == 0
-    host.apply([run_of(host, (0, 0), 20, written_ms=3000, expires_ms=9000)])
+    host.apply([run_of(host, (0, 0), 20, written_ms=3000, expires_ms=103_000)])
     assert host.check((0, 0, 1, 1)) == 4
     assert index_faults(host.index) == []
 

@@ -32,6 +32,7 @@ HOSTS = 3
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
 numbers = st.integers(0, HOSTS - 1)
 A, B = (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 1)
+YEAR_MS = 365 * 86_400_000
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,12 @@ class RemovingFleet(Fleet):
         self.hosts[host].cut(prompt, at)
         if at < len(prompt):
             assert self.hosts[host].check(prompt) <= at
+
+    @rule(host=numbers, years=st.integers(1, 2))
+    def remove_all_by_a_clock_ahead(self, host: int, years: int) -> None:
+        here = self.hosts[host]
+        here.remove_all(here.now + years * YEAR_MS)
+        assert all(here.check(prompt) == 0 for prompt in self.prompts)
 
     def agree(self) -> None:
         for prompt in self.prompts:
@@ -293,6 +300,33 @@ def test_a_removal_by_a_host_whose_clock_is_behind(hosts: list[PaperHost]) -> No
     first.put(A)  # whose time is still behind that of the removal
     settle(hosts)
     assert [host.check(A) for host in hosts] == [6, 6, 6]
+
+
+def test_a_removal_by_a_host_whose_clock_is_ahead(hosts: list[PaperHost]) -> None:
+    """What is stored anew stays, for its time and no longer, and can be removed again."""
+    first, second, third = hosts
+    first.put(A)
+    settle(hosts)
+    second.remove_all(second.now + YEAR_MS)
+    settle(hosts)
+    assert [host.check(A) for host in hosts] == [0, 0, 0]
+    first.writer.begin_segment(2)  # so that it is a run and one that follows it
+    first.put(A)
+    third.put(A)  # at the same time
+    settle(hosts)
+    for host in hosts:
+        assert host.check(A) == 6
+        assert {e for _, _, e in expiries(host, A)} == {first.now + TTL.seconds * 1000}
+    first.keep(A, 500_000)
+    settle(hosts)
+    assert [{e for _, _, e in expiries(host, A)} for host in hosts] == [{500_000}] * 3
+    third.cut(A, 3)
+    settle(hosts)
+    assert [host.check(A) for host in hosts] == [3, 3, 3]
+    first.put(B)
+    third.remove_all(third.now)
+    settle(hosts)
+    assert [(host.check(A), host.check(B)) for host in hosts] == [(0, 0)] * 3
 
 
 def test_what_was_told_is_forgotten_in_time(hosts: list[PaperHost]) -> None:
