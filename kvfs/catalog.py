@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfs import forking
@@ -164,22 +164,29 @@ def learn_namespaces(backend: Backend, index: Index) -> list[str]:
     files that cannot be read. Raises OSError if they cannot be listed, IndexFault."""
     from kvfs.frames import NamespaceEntry
 
-    entries: list[Entry] = []
-    unreadable = []
     identities = (_identity(text) for _, text in index.namespaces().values())
     known = {identity.name for identity in identities if identity is not None}
+    found = list(namespace_files(backend, known))
+    _apply(index, [NamespaceEntry(i.nsid, text) for i, text, _ in found if i is not None])
+    return [path for identity, _, path in found if identity is None]
+
+
+def namespace_files(
+    backend: Backend, known: Collection[str] = ()
+) -> Iterator[tuple[Identity | None, str, str]]:
+    """Yields (identity, its JSON, path) of each namespace file, except for those of known names;
+    None for one not to be believed: it cannot be read, or has another name than its directory."""
     for name in backend.names("ns"):
         if name in known:
             continue
+        path = namespace_path(name)
         try:
-            data = backend.load(namespace_path(name), _NAMESPACE_LIMIT)
-            identity = Identity.from_json(json.loads(data))
+            text = backend.load(path, _NAMESPACE_LIMIT).decode()
+            identity = Identity.from_json(json.loads(text))
         except (OSError, ValueError, InputError):
-            unreadable.append(namespace_path(name))
-            continue
-        entries.append(NamespaceEntry(identity.nsid, data.decode()))
-    _apply(index, entries)
-    return unreadable
+            yield None, "", path
+        else:
+            yield identity if identity.name == name else None, text, path
 
 
 def _apply(index: Index, entries: Sequence[Entry]) -> None:

@@ -29,6 +29,7 @@ from typing import IO, Any
 import xxhash
 
 from kvfs.backend import Backend, OpenFile, read_into, write_all
+from kvfs.chain import HASH_BYTES
 from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.errors import FormatError
 from kvfs.frames import (
@@ -327,7 +328,7 @@ def _place(applier: Applier, e: RunEntry) -> int:
     segment = None if number is None else applier.segment(number)
     if ns is None or segment is None or segment.state != LIVE:
         return 0
-    head = e.hashes[:16]
+    head = e.hashes[:HASH_BYTES]
     applier.insert(
         Run(
             ns,

@@ -11,13 +11,10 @@ Blocking; reads the shared storage.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvfs.backend import Backend
-from kvfs.catalog import namespace_path
+from kvfs.catalog import namespace_files
 from kvfs.config import check_alive
 from kvfs.errors import BackendError, FormatError, InputError
 from kvfs.follow.checkpoint import DIRECTORY, Checkpoint, all_whole, load
@@ -29,7 +26,6 @@ from kvfs.index.index import FIRST_FRAME, JournalState
 from kvfs.index.wipe import wipe
 from kvfs.journal import VERSION as JOURNAL_VERSION
 from kvfs.journal import journal_path
-from kvfs.layout import Identity
 from kvfs.record import Shape
 from kvfs.scan.journals import JournalTail, journal_files, journal_version, read_journal
 from kvfs.scan.salvage import Salvage, Survey
@@ -43,7 +39,6 @@ from kvfs.segment import VERSION
 from kvfs.store import Store
 
 SOURCES = ("auto", "journals", "segments")
-_NAMESPACE_LIMIT = 64 << 20
 
 
 @dataclass(slots=True)
@@ -87,19 +82,6 @@ def rebuild(store: Store, *, source: str = "auto", progress: Progress | None = N
     result = work.from_journals() if source == "journals" else work.from_segments()
     _count_rows(store, result)
     return result
-
-
-def namespace_files(backend: Backend) -> Iterator[tuple[Identity | None, str, str]]:
-    """Yields (identity, its JSON, path) of each namespace file; None for one not to be believed."""
-    for name in names(backend, "ns"):
-        path = namespace_path(name)
-        try:
-            text = backend.load(path, _NAMESPACE_LIMIT).decode()
-            identity = Identity.from_json(json.loads(text))
-        except (OSError, ValueError, InputError):
-            yield None, "", path
-            continue
-        yield identity if identity.name == name else None, text, path
 
 
 def shapes(store: Store) -> dict[bytes, Shape]:

@@ -207,3 +207,17 @@ def test_a_namespace_that_only_a_newer_version_can_read(kept: Kept) -> None:
     assert sorted(names) == kept.expected["namespaces"]
     second.stock.store.flush_counters()
     assert second.stock.store.index.counters()["namespaces_unreadable"] == 1
+
+
+def test_a_namespace_file_in_the_place_of_another_is_not_believed(kept: Kept) -> None:
+    """Neither at open nor by a rebuild."""
+    (first, *_) = kept.files("ns/*/namespace.json")
+    fields = json.loads(Path(kept.stock.full(first)).read_text())
+    place = Path(kept.stock.full("ns/of-another-name/namespace.json"))
+    place.parent.mkdir()
+    place.write_text(json.dumps({**fields, "model": "elsewhere"}))
+    second = other(kept)
+    assert sorted(ns.name for ns in second.stock.store.namespaces()) == kept.expected["namespaces"]
+    skipped = rebuild(second.stock.store).skipped
+    assert skipped == ["ns/of-another-name/namespace.json: not the identity of that name"]
+    assert sorted(ns.name for ns in second.stock.store.namespaces()) == kept.expected["namespaces"]
