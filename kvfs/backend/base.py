@@ -98,7 +98,8 @@ class Backend(Protocol):
         ...
 
     def sync(self, file: OpenFile) -> None:
-        """Makes all completed writes to the file durable."""
+        """Makes all completed writes to the file durable; of a new one also its name, as far as
+        the file system does that by itself (ext4, XFS and file servers do)."""
         ...
 
     def truncate(self, file: OpenFile, size: int) -> None: ...
@@ -135,11 +136,17 @@ class Backend(Protocol):
         ...
 
     def replace(self, path: str, data: bytes) -> None:
-        """Puts a small file in place of an older one in one step, durably."""
+        """Puts a small file in place of an older one in one step; its content is synced before.
+
+        The directory is not: where the storage's machine goes down the older one may be back.
+        """
         ...
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """Makes a small file unless it exists, whole or not at all; says whether it did."""
+        """Makes a small file unless it exists, whole or not at all; says whether it did.
+
+        Synced as with `replace`.
+        """
         ...
 
     def free_bytes(self) -> tuple[int, int]:
