@@ -30,6 +30,8 @@ _NO_PART = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "use_cache", "return_dict",
      "output_attentions", "output_hidden_states", "torch_dtype", "dtype"}
 )  # fmt: skip
+# RoPE that is stretched by how long a prompt is; "su" is an older name of longrope.
+_STRETCHED = frozenset({"dynamic", "longrope", "su"})
 _CHUNK = 8 << 20
 _THREADS = 4
 # A file changed within its clock's grain may change again without a trace.
@@ -89,17 +91,19 @@ def _keep(note: Path, data: dict[str, Any]) -> None:
         pass  # computed again the next time
 
 
-def stretches(value: Any) -> bool:
-    """A model's configuration has RoPE that is stretched by the longest prompt, so its KV depends
-    on what the engine was started for."""
-    if isinstance(value, Mapping):
-        kinds = {value.get("rope_type"), value.get("type")}
-        return bool(kinds & {"dynamic", "longrope", "su"}) or any(map(stretches, value.values()))
-    return False
+def stretches(value: Any) -> frozenset[str]:
+    """The kinds of RoPE of a model's configuration that are stretched by the longest prompt, so
+    that its KV depends on what the engine was started for, or on the whole prompt."""
+    if not isinstance(value, Mapping):
+        return frozenset()
+    kinds = (v for v in (value.get("rope_type"), value.get("type")) if isinstance(v, str))
+    return _STRETCHED.intersection(kinds).union(*map(stretches, value.values()))
 
 
-def shaping(value: Any) -> Any:
-    """What of a model's configuration (`to_dict`) may shape its KV."""
+def shaping(value: Any, without: frozenset[str] = frozenset()) -> Any:
+    """What of a model's configuration (`to_dict`) may shape its KV; without: more keys, at any
+    depth, that do not."""
     if isinstance(value, Mapping):
-        return {str(k): shaping(v) for k, v in value.items() if k not in _NO_PART}
-    return [shaping(v) for v in value] if isinstance(value, list | tuple) else value
+        left = (k for k in value if k not in _NO_PART and k not in without)
+        return {str(k): shaping(value[k], without) for k in left}
+    return [shaping(v, without) for v in value] if isinstance(value, list | tuple) else value

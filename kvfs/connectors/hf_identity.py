@@ -10,27 +10,23 @@ No I/O. The digests read all of what they digest.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
 import torch
 import transformers
 
+from kvfs.connectors.digests import shaping, stretches
 from kvfs.connectors.hf_layout import CacheLayout
 from kvfs.errors import InputError
 from kvfs.layout import Identity, Partition
 
-# Of the configuration, what says where it came from or how it is run, not what is computed. The
-# dtype is taken from the model itself.
-_NO_PART = frozenset(
-    {"_name_or_path", "_commit_hash", "transformers_version", "use_cache", "return_dict",
-     "output_attentions", "output_hidden_states", "_attn_implementation",
-     "_experts_implementation", "_attn_implementation_internal",
-     "_experts_implementation_internal", "dtype", "torch_dtype"}
+# Of the configuration, how its model is run, where kvfs.connectors.digests does not know it; the
+# dtype is taken from the model itself. To change it changes the identity of what is stored.
+_HOW_IT_IS_RUN = frozenset(
+    {"_attn_implementation", "_attn_implementation_internal", "_experts_implementation",
+     "_experts_implementation_internal"}
 )  # fmt: skip
-# RoPE that looks at how long the whole prompt is: the same prefix has other keys in a longer one.
-_UNSTABLE_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def identity(
@@ -64,7 +60,7 @@ def check_model(model: Any, adapter: str) -> None:
         raise InputError("a model in training mode drops out parts of its KV: model.eval()")
     if model.config.is_encoder_decoder:
         raise InputError("encoder-decoder models have KV that depends on more than a prefix")
-    rope = _UNSTABLE_ROPE.intersection(_rope_types(model.config.to_dict()))
+    rope = stretches(model.config.to_dict())
     if rope:
         raise InputError(
             f"RoPE of type {', '.join(sorted(rope))} depends on the length of the whole prompt: "
@@ -77,27 +73,10 @@ def check_model(model: Any, adapter: str) -> None:
         raise InputError("the model has an adapter loaded: name it, with its revision (adapter=)")
 
 
-def _rope_types(config: Any) -> Iterator[str]:
-    if not isinstance(config, Mapping):
-        return
-    for key, value in config.items():
-        if key in ("rope_type", "type") and isinstance(value, str):
-            yield value
-        yield from _rope_types(value)
-
-
 def config_digest(config: Any) -> str:
     """16 hex digits over everything in a configuration that may shape the KV."""
-    data = json.dumps(_shaping(config.to_dict()), sort_keys=True, default=str)
+    data = json.dumps(shaping(config.to_dict(), _HOW_IT_IS_RUN), sort_keys=True, default=str)
     return blake2b(data.encode(), digest_size=8).hexdigest()
-
-
-def _shaping(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _shaping(v) for k, v in value.items() if k not in _NO_PART}
-    if isinstance(value, list | tuple):
-        return [_shaping(v) for v in value]
-    return value
 
 
 def digest_weights(model: Any) -> str:

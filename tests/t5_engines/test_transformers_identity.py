@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hf_support import IDS, cache_store, filled
 from transformers import DynamicCache
 
 from kvfs import Store
+from kvfs.connectors.hf_identity import check_model, config_digest
 from kvfs.connectors.transformers import digest_tokenizer, digest_weights
 from kvfs.errors import InputError
 
@@ -56,6 +58,22 @@ def test_the_name_and_the_way_to_run_are_no_identity(store: Store, llama: Any) -
     assert cache_store(store, again).identity == cache_store(store, llama).identity
 
 
+def test_stores_that_are_there_are_found() -> None:
+    """The digest of a configuration is part of the identity of all that is stored: pinned."""
+    config = {
+        "model_type": "llama", "_name_or_path": "/a", "dtype": "float32", "use_cache": True,
+        "_attn_implementation": "sdpa", "layers": [{"use_cache": 1, "n": 2}, (1, 2)],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "dtype": "x"},
+        "eos": [1, 2], 3: "x",
+    }  # fmt: skip
+    assert config_digest(SimpleNamespace(to_dict=lambda: config)) == "ef922cdb1a9a6a52"
+    for key in ("_attn_implementation", "_experts_implementation", "torch_dtype"):
+        other = {**config, key: "another"}
+        assert config_digest(SimpleNamespace(to_dict=lambda o=other: o)) == "ef922cdb1a9a6a52"
+    other = {**config, "rope_parameters": {"rope_type": "linear"}}
+    assert config_digest(SimpleNamespace(to_dict=lambda: other)) != "ef922cdb1a9a6a52"
+
+
 def test_the_digest_of_weights_sees_one_bit(llama: Any) -> None:
     other = tiny_models.build("llama")
     assert digest_weights(other) == digest_weights(llama)
@@ -95,6 +113,10 @@ def test_models_whose_cache_is_no_function_of_the_prefix_are_refused(store: Stor
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(InputError, match="RoPE of type dynamic"):
         cache_store(store, tiny_models.build("llama", rope_parameters=rope))
+    model = tiny_models.build("llama")
+    model.config.rope_parameters = {"a layer": {"type": ["no name"], "rope_type": "su"}}
+    with pytest.raises(InputError, match="RoPE of type su"):  # longrope, as it was called once
+        check_model(model, "")
 
 
 def test_layers_with_unknown_content_are_refused(
