@@ -11,7 +11,8 @@ A pass, under the lease (one collector at a time):
 4. where limits are exceeded the longest unused runs are evicted, and segments that are little used
    are copied forward and dropped (kvfs.gc.reclaim)
 5. segments that no journal tells of go when their own time to live, and a day, is over
-6. empty directories of past days go, and index rows of files that are gone
+6. empty directories of past days go, what killed processes left on its way to its name
+   (kvfs.gc.strays), and index rows of files that are gone
 7. a checkpoint is written if there is much to read without one, and journals go that nobody needs
 8. what came of it is put on record (kvfs.gc.passes)
 
@@ -41,6 +42,7 @@ from kvfs.gc.lease import SECONDS, Lease
 from kvfs.gc.pace import Pace
 from kvfs.gc.passes import note
 from kvfs.gc.reclaim import Reclaim, Reclaimed
+from kvfs.gc.strays import old_strays
 from kvfs.index.apply import Applier
 from kvfs.index.schema import DROPPED, GONE, Segment
 from kvfs.index.wipe import forget, forget_cuts, mark_gone
@@ -215,6 +217,7 @@ class Collector:
         self._orphans(expiry.now_ms, complete=not followed.problems)
         if not self.dry_run:
             result.problems += remove_empty_days(self.backend, expiry.now_ms)
+            self._remove_strays(expiry.now_ms)
             self._tidy_index(expiry)
             result.folded = fold(self.store, expiry.now_ms, result.problems)
 
@@ -388,6 +391,13 @@ class Collector:
             return False
 
     # what is left over
+
+    def _remove_strays(self, now_ms: int) -> None:
+        try:
+            for path in old_strays(self.store, now_ms):
+                self._remove(path, "unfinished")
+        except OSError as e:
+            self._result.problems.append(f"{self.backend.root}: {e.strerror or e}")
 
     def _tidy_index(self, expiry: Expiry) -> None:
         """Rows of segments that are gone for a day, and cuts of segments that never come in."""

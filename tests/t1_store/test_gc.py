@@ -432,6 +432,22 @@ def test_orphans_go_after_their_own_time(stock: Stock) -> None:
     assert files(stock) == [s.path for s in stock.store.index.segments()]
 
 
+def test_files_that_never_got_their_name_go_after_a_day(stock: Stock) -> None:
+    left = ["gc.lease.0123456789ab.new", "ns/nobody/namespace.json.0123456789ab.new"]
+    os.mkdir(stock.full("ns/nobody"))
+    for path in left:
+        Path(stock.full(path)).write_bytes(b"{")
+    assert collect(stock).removed == []
+    stock.clock.now += DAY - 60
+    under_way = Path(stock.full("limits.json.0123456789ab.new"))
+    under_way.write_bytes(b"{")
+    assert collect(stock).removed == []
+    stock.clock.now += 60
+    removed = collect(stock).removed
+    assert [(r.path, r.reason) for r in removed] == [(path, "unfinished") for path in left]
+    assert under_way.exists() and collect(stock).problems == []
+
+
 def _resum(header: bytearray) -> None:
     import struct
 
