@@ -23,6 +23,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from kvfs.bodies import MAX_NAME, check_ms, string, take_string
 from kvfs.chain import HASH_BYTES
 
 _KEEP = struct.Struct("<16sQQI")
@@ -51,21 +52,19 @@ class KeepEntry:
 
     def body(self) -> bytes:
         fixed = _KEEP.pack(self.nsid, self.expires_ms, self.when_ms, self.block)
-        name = self.ttl_class.encode()
-        middle = (_U16.pack(len(name)), name, bytes([self.force]))
+        middle = string(self.ttl_class), bytes([self.force])
         return b"".join((fixed, *middle, *_stretch(self.heads, self.hashes)))
 
     @classmethod
     def decode(cls, body: memoryview) -> KeepEntry:
         """The inverse of `body`. Raises struct.error, ValueError."""
         nsid, expires_ms, when_ms, block = _KEEP.unpack_from(body)
-        (n,) = _U16.unpack_from(body, _KEEP.size)
-        at = _KEEP.size + _U16.size
-        name = bytes(body[at : at + n]).decode()
-        (force,) = struct.unpack_from("<?", body, at + n)
-        heads, hashes = _take_stretch(body, at + n + 1)
+        name, at = take_string(body, _KEEP.size, MAX_NAME)
+        (force,) = struct.unpack_from("<?", body, at)
+        heads, hashes = _take_stretch(body, at + 1)
         if not hashes:
             raise ValueError("no block")
+        check_ms(expires_ms, when_ms)
         return cls(nsid, expires_ms, when_ms, block, name, force, heads, hashes)
 
 
@@ -89,6 +88,7 @@ class RemoveEntry:
     def decode(cls, body: memoryview) -> RemoveEntry:
         """The inverse of `body`. Raises struct.error, ValueError."""
         nsid, when_ms, block = _REMOVE.unpack_from(body)
+        check_ms(when_ms)
         return cls(nsid, when_ms, block, *_take_stretch(body, _REMOVE.size))
 
 

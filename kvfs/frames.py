@@ -37,7 +37,8 @@ new place, and a move that comes in behind a later one of the same blocks change
 says the same of the past, one source at a time; `head` is the hash of its first block.
 A RENEW reaches a run by its first block alone and a CUT one copy of its blocks: RENEW is written
 no more, CUT only where one copy is bad.
-An unknown type is skipped and counted; it never changes what the others mean. No I/O here.
+An unknown type is skipped and counted; it never changes what the others mean. One whose numbers no
+index can hold (kvfs.bodies) is refused. No I/O here.
 """
 
 from __future__ import annotations
@@ -49,9 +50,19 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from kvfs.bodies import (
+    MAX_NAME,
+    check_geometry,
+    check_ms,
+    check_seconds,
+    check_slots,
+    string,
+    take_string,
+)
 from kvfs.chain import HASH_BYTES
 from kvfs.chain_entries import KeepEntry, RemoveEntry
 from kvfs.errors import FormatError
+from kvfs.geometry import Geometry
 from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
 HEAD = struct.Struct("<IB3xQ")
@@ -91,7 +102,7 @@ class ClassEntry:
     when_ms: int
 
     def body(self) -> bytes:
-        return _string(self.name) + struct.pack("<QQ", self.seconds, self.when_ms)
+        return string(self.name) + struct.pack("<QQ", self.seconds, self.when_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,7 @@ class SegmentEntry:
             self.segment, self.nsid, self.stride, self.extent, self.first,
             self.created_ms, self.ttl_seconds,
         )  # fmt: skip
-        return fixed + _string(self.ttl_class) + _string(self.path)
+        return fixed + string(self.ttl_class) + string(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +182,7 @@ class RenewEntry:
 
     def body(self) -> bytes:
         fixed = _RENEW.pack(self.nsid, self.head, self.expires_ms, self.when_ms)
-        return fixed + _string(self.ttl_class) + bytes([self.force])
+        return fixed + string(self.ttl_class) + bytes([self.force])
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,19 +273,6 @@ _TYPES: tuple[type[Entry], ...] = (
 _NUMBER = {t: i for i, t in enumerate(_TYPES, 1)}
 
 
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<H", len(data)) + data
-
-
-def _take_string(body: memoryview, at: int) -> tuple[str, int]:
-    (n,) = struct.unpack_from("<H", body, at)
-    at += 2
-    if at + n > len(body):
-        raise ValueError("string beyond the body")
-    return bytes(body[at : at + n]).decode(), at + n
-
-
 def shortened(heads: bytes, most: int = MAX_PATH_HEADS) -> bytes:
     """Of path heads the first and the nearest, `most` together."""
     limit = most * HASH_BYTES
@@ -336,15 +334,22 @@ def _namespace(body: memoryview) -> NamespaceEntry:
 
 
 def _class(body: memoryview) -> ClassEntry:
-    name, at = _take_string(body, 0)
-    return ClassEntry(name, *struct.unpack_from("<QQ", body, at))
+    name, at = take_string(body, 0, MAX_NAME)
+    seconds, when_ms = struct.unpack_from("<QQ", body, at)
+    check_seconds(seconds)
+    check_ms(when_ms)
+    return ClassEntry(name, seconds, when_ms)
 
 
 def _segment(body: memoryview) -> SegmentEntry:
-    name, at = _take_string(body, _SEGMENT.size)
-    path, _ = _take_string(body, at)
+    name, at = take_string(body, _SEGMENT.size, MAX_NAME)
+    path, _ = take_string(body, at)
     fields: tuple[Any, ...] = (*_SEGMENT.unpack_from(body), name, path)
-    return SegmentEntry(*fields)
+    entry = SegmentEntry(*fields)
+    check_geometry(Geometry(entry.stride, entry.extent, entry.first))
+    check_ms(entry.created_ms)
+    check_seconds(entry.ttl_seconds)
+    return entry
 
 
 def _run(body: memoryview) -> RunEntry:
@@ -355,26 +360,38 @@ def _run(body: memoryview) -> RunEntry:
         raise ValueError(f"{count} hashes in {len(body)} bytes")
     heads, hashes = bytes(body[_RUN.size : at]), bytes(body[at + 4 :])
     fields: tuple[Any, ...] = (*fixed, heads, hashes)
-    return RunEntry(*fields)
+    entry = RunEntry(*fields)
+    check_slots(entry.slot, count)
+    check_slots(entry.block, count)
+    check_ms(entry.written_ms, entry.expires_ms)
+    return entry
 
 
 def _renew(body: memoryview) -> RenewEntry:
-    name, at = _take_string(body, _RENEW.size)
+    name, at = take_string(body, _RENEW.size, MAX_NAME)
     (force,) = struct.unpack_from("<?", body, at)
     fields: tuple[Any, ...] = (*_RENEW.unpack_from(body), name, force)
-    return RenewEntry(*fields)
+    entry = RenewEntry(*fields)
+    check_ms(entry.expires_ms, entry.when_ms)
+    return entry
 
 
 def _cut(body: memoryview) -> CutEntry:
-    return CutEntry(*_CUT.unpack_from(body))
+    entry = CutEntry(*_CUT.unpack_from(body))
+    check_slots(entry.slot, entry.count)
+    check_ms(entry.when_ms)
+    return entry
 
 
 def _drop(body: memoryview) -> DropEntry:
-    return DropEntry(*_DROP.unpack_from(body))
+    entry = DropEntry(*_DROP.unpack_from(body))
+    check_ms(entry.when_ms)
+    return entry
 
 
 def _seal(body: memoryview) -> SealEntry:
     when_ms, last = _SEAL.unpack_from(body)
+    check_ms(when_ms)
     return SealEntry(when_ms, bool(last))
 
 
@@ -382,12 +399,22 @@ def _move(body: memoryview) -> MoveEntry:
     when_ms, n = _MOVE.unpack_from(body)
     at = _MOVE.size + n * _SOURCE.size
     sources = tuple(Source(*s) for s in _SOURCE.iter_unpack(body[_MOVE.size : at]))
-    return MoveEntry(when_ms, sources, _run(body[at:]))
+    run = _run(body[at:])
+    if sum(s.count for s in sources) > run.count:
+        raise ValueError(f"{run.count} blocks from more slots")
+    for source in sources:
+        check_slots(source.slot, source.count)
+    check_ms(when_ms)
+    return MoveEntry(when_ms, sources, run)
 
 
 def _moved(body: memoryview) -> MovedEntry:
     nsid, source, first, count, *rest = _MOVED.unpack_from(body)
-    return MovedEntry(nsid, Source(source, first, count), *rest)
+    entry = MovedEntry(nsid, Source(source, first, count), *rest)
+    check_slots(first, count)
+    check_slots(entry.slot, count)
+    check_ms(entry.when_ms)
+    return entry
 
 
 _DECODERS = (

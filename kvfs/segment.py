@@ -36,6 +36,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvfs.bodies import check_geometry, check_ms, check_seconds
 from kvfs.errors import FormatError
 from kvfs.geometry import PAGE
 from kvfs.geometry import Geometry as Geometry
@@ -90,9 +91,17 @@ class Header:
             )
         if xxhash.xxh3_64_intdigest(page[: -_SUM.size]) != _SUM.unpack_from(page, PAGE - 8)[0]:
             raise FormatError(f"{path}: damaged segment header (checksum)")
+        geometry = Geometry(stride, extent, first)
+        try:
+            check_geometry(geometry)
+            check_ms(created)
+            check_seconds(ttl)
+            ttl_class = name.rstrip(b"\0").decode()
+        except ValueError as e:
+            raise FormatError(f"{path}: a segment header that cannot be: {e}") from e
         return cls(
-            segment_id(writer, number), nsid, fingerprint, Geometry(stride, extent, first),
-            payload, created, name.rstrip(b"\0").decode(), ttl, store,
+            segment_id(writer, number), nsid, fingerprint, geometry, payload, created, ttl_class,
+            ttl, store,
         )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from kvfs.bodies import check_ms, string, take_string
+
 _SLOT = struct.Struct("<16s16s16sQQQQ")
 _GONE = struct.Struct("<16s16s16sQQ")
-_LENGTH = struct.Struct("<H")
 WHOLE_POOL = bytes(16)
 """In place of an anchor: every one."""
 MAX_TEXT = 255
@@ -47,15 +48,17 @@ class SlotEntry:
             self.nsid, self.pool, self.anchor, self.position, self.generation, self.expires_ms,
             self.when_ms,
         )  # fmt: skip
-        return b"".join((fixed, _string(self.host), _string(self.address)))
+        return b"".join((fixed, string(self.host), string(self.address)))
 
     @classmethod
     def decode(cls, body: memoryview) -> SlotEntry:
         """The inverse of `body`. Raises struct.error, ValueError."""
-        host, at = _take_string(body, _SLOT.size)
-        address, _ = _take_string(body, at)
+        host, at = take_string(body, _SLOT.size)
+        address, _ = take_string(body, at)
         fields: tuple[Any, ...] = (*_SLOT.unpack_from(body), host, address)
-        return cls(*fields)
+        entry = cls(*fields)
+        check_ms(entry.expires_ms, entry.when_ms)
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +76,7 @@ class SlotGoneEntry:
 
     @classmethod
     def decode(cls, body: memoryview) -> SlotGoneEntry:
-        """The inverse of `body`. Raises struct.error."""
-        return cls(*_GONE.unpack_from(body))
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return _LENGTH.pack(len(data)) + data
-
-
-def _take_string(body: memoryview, at: int) -> tuple[str, int]:
-    (n,) = _LENGTH.unpack_from(body, at)
-    at += _LENGTH.size
-    if at + n > len(body):
-        raise ValueError("string beyond the body")
-    return bytes(body[at : at + n]).decode(), at + n
+        """The inverse of `body`. Raises struct.error, ValueError."""
+        entry = cls(*_GONE.unpack_from(body))
+        check_ms(entry.when_ms)
+        return entry

@@ -17,16 +17,23 @@ from kvfs.frames import (
     CutEntry,
     DropEntry,
     Entry,
+    MovedEntry,
+    MoveEntry,
     NamespaceEntry,
     RenewEntry,
     RunEntry,
     SealEntry,
     SegmentEntry,
+    Source,
     decode_all,
     encode,
 )
+from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+ms, seconds = st.integers(0, 2**62 - 1), st.integers(0, (2**62 - 1) // 1000)
+slots = st.integers(0, 2**31)  # as first and as count
+geometries = st.lists(st.integers(1, 2**32 - 1), min_size=3, max_size=3).map(sorted)
 id16 = st.binary(min_size=16, max_size=16)
 text = st.text(max_size=20)
 
@@ -38,17 +45,26 @@ def hashes(least: int, most: int) -> Any:
 # By type number, from 1.
 ENTRIES: list[Any] = [
     st.builds(NamespaceEntry, id16, st.text(max_size=200)),
-    st.builds(ClassEntry, text, u64, u64),
-    st.builds(SegmentEntry, id16, id16, u32, u64, u64, u64, u64, text, text),
-    st.builds(RunEntry, id16, id16, u32, u32, u64, u64, id16, hashes(0, 3), hashes(1, 6)),
-    st.builds(RenewEntry, id16, id16, u64, u64, text, st.booleans()),
-    st.builds(CutEntry, id16, id16, u32, u32, u64),
-    st.builds(DropEntry, id16, u64),
-    st.builds(SealEntry, u64, st.booleans()),
+    st.builds(ClassEntry, text, seconds, ms),
+    st.builds(
+        lambda id_, ns, g, *more: SegmentEntry(id_, ns, g[1], g[2], g[0], *more),
+        id16,
+        id16,
+        geometries,
+        ms,
+        seconds,
+        text,
+        text,
+    ),
+    st.builds(RunEntry, id16, id16, slots, slots, ms, ms, id16, hashes(0, 3), hashes(1, 6)),
+    st.builds(RenewEntry, id16, id16, ms, ms, text, st.booleans()),
+    st.builds(CutEntry, id16, id16, slots, slots, ms),
+    st.builds(DropEntry, id16, ms),
+    st.builds(SealEntry, ms, st.booleans()),
 ]
 BY_HASH: list[Any] = [
-    st.builds(KeepEntry, id16, u64, u64, u32, text, st.booleans(), hashes(0, 3), hashes(1, 6)),
-    st.builds(RemoveEntry, id16, u64, u32, hashes(0, 3), hashes(0, 6)),
+    st.builds(KeepEntry, id16, ms, ms, u32, text, st.booleans(), hashes(0, 3), hashes(1, 6)),
+    st.builds(RemoveEntry, id16, ms, u32, hashes(0, 3), hashes(0, 6)),
 ]
 BY_TYPE = dict(enumerate(ENTRIES, 1)) | dict(enumerate(BY_HASH, 13))
 entries = st.one_of(*BY_TYPE.values())
@@ -152,6 +168,46 @@ def test_a_shortened_body_never_gives_another_entry(kind: int, data: Any) -> Non
     for end in range(len(body)):
         with pytest.raises(FormatError):
             decoded(framed(kind, body[:end], 0), 0, 0)
+
+
+ID, NS, RUN = b"i" * 16, b"n" * 16, b"h" * 32
+LATE = 1 << 62
+OUT_OF_RANGE: list[Entry] = [
+    ClassEntry("brief", LATE // 1000 + 1, 0),
+    ClassEntry("brief", 1, LATE),
+    ClassEntry("x" * 256, 1, 1),
+    SegmentEntry(ID, NS, 0, 4096, 0, 0, 0, "", ""),
+    SegmentEntry(ID, NS, 8192, 4096, 0, 0, 0, "", ""),
+    SegmentEntry(ID, NS, 4096, 4096, 4097, 0, 0, "", ""),
+    SegmentEntry(ID, NS, 4096, (1 << 33) + 1, 0, 0, 0, "", ""),
+    SegmentEntry(ID, NS, 4096, 4096, 0, LATE, 0, "", ""),
+    SegmentEntry(ID, NS, 4096, 4096, 0, 0, LATE, "", ""),
+    SegmentEntry(ID, NS, 4096, 4096, 0, 0, 0, "x" * 256, ""),
+    RunEntry(NS, ID, 2**32 - 1, 0, 0, 0, ID, b"", RUN),
+    RunEntry(NS, ID, 0, 2**32 - 1, 0, 0, ID, b"", RUN),
+    RunEntry(NS, ID, 0, 0, LATE, 0, ID, b"", RUN),
+    RunEntry(NS, ID, 0, 0, 0, LATE, ID, b"", RUN),
+    RenewEntry(NS, ID, LATE, 0, "", False),
+    CutEntry(NS, ID, 2**32 - 1, 2, 0),
+    DropEntry(ID, LATE),
+    SealEntry(LATE, True),
+    MoveEntry(LATE, (Source(ID, 0, 2),), RunEntry(NS, ID, 0, 0, 0, 0, ID, b"", RUN)),
+    MoveEntry(0, (Source(ID, 0, 3),), RunEntry(NS, ID, 0, 0, 0, 0, ID, b"", RUN)),
+    MoveEntry(0, (Source(ID, 2**32 - 1, 2),), RunEntry(NS, ID, 0, 0, 0, 0, ID, b"", RUN)),
+    MovedEntry(NS, Source(ID, 2**32 - 1, 2), ID, 0, ID, 0),
+    MovedEntry(NS, Source(ID, 0, 2), ID, 2**32 - 1, ID, 0),
+    SlotEntry(NS, ID, ID, 0, 0, LATE, 0, "", ""),
+    SlotGoneEntry(NS, ID, ID, 0, LATE),
+    KeepEntry(NS, LATE, 0, 0, "", False, b"", RUN),
+    KeepEntry(NS, 0, 0, 0, "x" * 256, False, b"", RUN),
+    RemoveEntry(NS, LATE, 0),
+]
+
+
+@pytest.mark.parametrize("entry", OUT_OF_RANGE, ids=lambda e: type(e).__name__)
+def test_what_no_index_can_hold_is_refused(entry: Entry) -> None:
+    with pytest.raises(FormatError, match="does not fit"):
+        decoded(encode(entry, 9, 64), 9, 64)
 
 
 @pytest.mark.parametrize("length", [0xFFFFFFFF, (64 << 20) + 1])

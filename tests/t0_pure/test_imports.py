@@ -23,7 +23,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for layer in (
         "kvfs.errors kvfs.periodic kvfs.store_path kvfs.filesystems kvfs.forking",
         "kvfs.chain kvfs.keys kvfs.layout kvfs.presets kvfs.geometry",
-        "kvfs.arena kvfs.backend kvfs.chain_entries kvfs.frames kvfs.record kvfs.slot_entries",
+        "kvfs.arena kvfs.backend kvfs.bodies kvfs.chain_entries kvfs.frames kvfs.record"
+        " kvfs.slot_entries",
         "kvfs.segment kvfs.journal kvfs.namespace kvfs.plan kvfs.config",
         "kvfs.index",
         "kvfs.catalog kvfs.local kvfs.scan kvfs.follow kvfs.fetch kvfs.removal kvfs.segment_writer"

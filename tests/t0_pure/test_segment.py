@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,9 +93,9 @@ headers = st.builds(
     fingerprint=st.binary(min_size=32, max_size=32),
     geometry=geometries(),
     payload=st.integers(0, 2**32 - 1),
-    created_ms=st.integers(0, 2**63),
+    created_ms=st.integers(0, 2**62 - 1),
     ttl_class=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", fullmatch=True),
-    ttl_seconds=st.integers(0, 2**63),
+    ttl_seconds=st.integers(0, (2**62 - 1) // 1000),
     store=st.binary(min_size=16, max_size=16),
 )
 
@@ -123,6 +124,30 @@ def test_another_version_is_refused_by_number() -> None:
     struct.pack_into("<I", page, 8, 2)
     struct.pack_into("<Q", page, 4088, xxhash.xxh3_64_intdigest(bytes(page[:4088])))
     with pytest.raises(FormatError, match=r"seg/x: segment version 2; this kvfs reads version 1"):
+        Header.decode(bytes(page), "seg/x")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"geometry": Geometry(0, 4096, 0)},
+        {"geometry": Geometry(8192, 4096, 0)},
+        {"geometry": Geometry(4096, 4096, 8192)},
+        {"created_ms": 1 << 62},
+        {"ttl_seconds": 1 << 62},
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    page = replace(HEADER, **changes).encode()
+    with pytest.raises(FormatError, match="seg/x: a segment header that cannot be"):
+        Header.decode(page, "seg/x")
+
+
+def test_a_class_that_is_no_text_is_refused() -> None:
+    page = bytearray(HEADER.encode())
+    page[112] = 0xFF
+    struct.pack_into("<Q", page, 4088, xxhash.xxh3_64_intdigest(bytes(page[:4088])))
+    with pytest.raises(FormatError, match="seg/x: a segment header that cannot be"):
         Header.decode(bytes(page), "seg/x")
 
 

@@ -5,7 +5,9 @@ Hosts on paper (kvfs.testing.paper), which store the same prompts at once and cu
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +23,28 @@ from hypothesis.stateful import (
 )
 
 from kvfs.chain_entries import LISTING, NOTHING, KeepEntry, RemoveEntry
-from kvfs.frames import RunEntry
+from kvfs.errors import FormatError
+from kvfs.frames import (
+    ClassEntry,
+    CutEntry,
+    DropEntry,
+    Entry,
+    MovedEntry,
+    MoveEntry,
+    NamespaceEntry,
+    RenewEntry,
+    RunEntry,
+    SealEntry,
+    SegmentEntry,
+    Source,
+    decode_all,
+    encode,
+)
 from kvfs.index import told
 from kvfs.index.schema import TOLD, scan
 from kvfs.put import RENEW_SHARE
+from kvfs.removal import removals_for
+from kvfs.slot_entries import SlotEntry, SlotGoneEntry
 from kvfs.testing.indexcheck import index_faults
 from kvfs.testing.paper import IDENTITY, TTL, PaperHost, Prompt, runs_in, settle
 
@@ -358,3 +378,61 @@ def test_what_waits_for_its_parent_is_renewed_and_removed_too(hosts: list[PaperH
     third.follow(first, 100)
     assert expiries(third, A)[-1] == (2, 2, 700_000) and third.check(A) == 4
     assert third.index.counters()["orphans"] == 0 and index_faults(third.index) == []
+
+
+# whatever a journal tells
+
+
+_ends = [0, 1, 2, 1 << 31, (1 << 32) - 2, (1 << 32) - 1]
+small = st.sampled_from(_ends)
+large = st.sampled_from([*_ends, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+ids = st.sampled_from([IDENTITY.nsid, bytes(16)])
+blocks = st.sampled_from([bytes([i]) * 16 for i in range(4)])
+stretches = st.lists(blocks, min_size=1, max_size=4, unique=True).map(b"".join)
+paths = st.lists(blocks, max_size=2).map(b"".join)
+names = st.sampled_from(["", "short", "x" * 255, "x" * 256, "x" * 600])
+runs = st.builds(RunEntry, ids, ids, small, small, large, large, blocks, paths, stretches)
+sources = st.builds(Source, ids, small, small)
+anything = st.one_of(
+    st.builds(NamespaceEntry, ids, st.sampled_from(["", "{}", json.dumps(IDENTITY.to_json())])),
+    st.builds(ClassEntry, names, large, large),
+    st.builds(SegmentEntry, ids, ids, small, large, large, large, large, names, names),
+    runs,
+    st.builds(RenewEntry, ids, blocks, large, large, names, st.booleans()),
+    st.builds(CutEntry, ids, ids, small, small, large),
+    st.builds(DropEntry, ids, large),
+    st.builds(SealEntry, large, st.booleans()),
+    st.builds(MoveEntry, large, st.lists(sources, max_size=3).map(tuple), runs),
+    st.builds(MovedEntry, ids, sources, ids, small, blocks, large),
+    st.builds(SlotEntry, ids, ids, blocks, large, large, large, large, names, names),
+    st.builds(SlotGoneEntry, ids, ids, blocks, large, large),
+    st.builds(KeepEntry, ids, large, large, small, names, st.booleans(), paths, stretches),
+    st.builds(RemoveEntry, ids, large, small, paths, stretches | st.just(b"")),
+)
+
+
+def read(entries: list[Entry]) -> list[Entry]:
+    """What of these entries a follower reads from a journal that holds them."""
+    out: list[Entry] = []
+    for entry in entries:
+        with contextlib.suppress(FormatError):
+            out += (e for e, _ in decode_all(memoryview(encode(entry, 7, 64)), 7, 64) if e)
+    return out
+
+
+@given(entries=st.lists(anything, min_size=1, max_size=12))
+@settings(max_examples=300)
+def test_whatever_a_journal_tells_can_be_applied(
+    paper: list[PaperHost], entries: list[Entry]
+) -> None:
+    """One that was written wrongly must not keep any host from reading the others."""
+    host = paper[0]
+    host.reset()
+    one = SegmentEntry(bytes(16), IDENTITY.nsid, 4096, 1 << 16, 4096, 1, 1, "short", "seg/x")
+    host.apply([one, *read(entries)])
+    for segment in host.index.segments():
+        assert segment.geometry.offset(1 << 32) > 0
+    host.index.hidden_namespaces()
+    for run in host.index.all_runs(host.ns.number):
+        removals, _ = removals_for(host.index, host.ns, run.head, 0, host.now)
+        host.publish(read(removals))
