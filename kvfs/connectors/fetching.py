@@ -14,16 +14,17 @@ from kvfs.store import Store
 log = logging.getLogger(__name__)
 
 
-def fetcher_of(store: Store, arena_bytes: int, *, hit: bool = True, wait: bool = True) -> Fetcher:
+def fetcher_of(store: Store, arena_bytes: int, *, hit: bool = True) -> Fetcher:
     """A client of the store's fetch process, which is started if there is none. Close it.
 
-    arena_bytes: of one that has to be started. hit: what is used of a prefix counts as a hit and
-    is renewed when its ticket is released; False where the connector tells the store itself. wait:
-    until it is there, so that the first requests hit; that takes a second or more. Raises nothing:
-    without a fetch process every fetch is a miss, until there is one.
+    Waits until it is there, so that the first requests hit: a second or more where it has to be
+    started. arena_bytes: of one that is started. hit: what is used of a prefix counts as a hit and
+    is renewed when its ticket is released; False where the connector tells the store itself. Raises
+    RuntimeError without threads, else nothing: without a fetch process every fetch is a miss, until
+    there is one.
     """
     options = Options(arena_bytes=arena_bytes)
     fetcher = Fetcher.of(store, options, hit=hit)
-    if wait and not fetcher.ready(options.start_seconds):
+    if not fetcher.ready(options.start_seconds):
         log.warning("no fetch process yet: %s", fetcher.problem or "it does not answer")
     return fetcher

@@ -127,7 +127,7 @@ class KvfsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         store = _open(settings)
         undo.callback(store.close)
         store.create_namespace(identity, default_class=settings.ttl_class)
-        fetcher = _fetcher(settings, store, wait=True)
+        fetcher = _fetcher(settings, store)
         if fetcher is not None:
             undo.callback(fetcher.close)
         keeper = None if window is None else Keeper.open(settings, store, identity, window)
@@ -349,12 +349,12 @@ def _digests(settings: Settings) -> str:
     return os.path.join(settings.index or default_root(), "digests")
 
 
-def _fetcher(settings: Settings, store: Store, *, wait: bool = False) -> Fetcher | None:
-    """A client of the fetch process; wait: until it is there, so that the first requests hit."""
+def _fetcher(settings: Settings, store: Store) -> Fetcher | None:
+    """A client of the fetch process, when it is there: so the first request can hit, too."""
     if settings.fetch == "inline":
         return None
     # The worker tells of hits, of all that is stored of a prefix and not only of what was loaded.
-    return fetcher_of(store, settings.arena_bytes, hit=False, wait=wait)
+    return fetcher_of(store, settings.arena_bytes, hit=False)
 
 
 def _partition(vllm_config: Any) -> Partition:
