@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvfs import chain, forking
 from kvfs.catalog import Catalog
-from kvfs.errors import InputError, KvfsError
+from kvfs.errors import ConfigError, InputError, KvfsError
 from kvfs.index import Index
 from kvfs.index.lookup import Found
 from kvfs.index.place import default_root, recall, require_local
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from kvfs.keys import Key
 
 _FLUSH_SECONDS = 10.0
+
+
+def index_below(place: str, store: bytes, **options: Any) -> Index:
+    """The index of a store (by its uuid) in a directory for indexes. options: as for Index.
+
+    Raises ConfigError where none can be made or opened, IndexFault.
+    """
+    try:
+        return Index(os.path.join(place, store.hex()), store, **options)
+    except OSError as e:
+        raise ConfigError(f"{place}: {e.strerror or e}") from e
 
 
 class LocalStore:
@@ -71,7 +82,7 @@ class LocalStore:
         if uuid is None or not os.path.exists(os.path.join(place, uuid, "data.mdb")):
             return None
         require_local(place)
-        opened = Index(os.path.join(place, uuid), bytes.fromhex(uuid))
+        opened = index_below(place, bytes.fromhex(uuid))
         if opened.discarded is not None:  # nothing in it: only a full open fills it again
             opened.close()
             return None

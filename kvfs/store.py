@@ -44,6 +44,7 @@ from kvfs.index import Index
 from kvfs.index.env import MAP_BYTES
 from kvfs.index.place import default_root, remember, require_local
 from kvfs.keys import Key
+from kvfs.local import index_below
 from kvfs.namespace import Namespace
 from kvfs.notices import NoticeStore
 from kvfs.plan import Plan
@@ -123,28 +124,39 @@ class Store(NoticeStore):
         Raises NoStoreError, FormatError, ConfigError, BackendError, IndexFault.
         """
         chain.self_test()
-        root, given = path_of(path), backend
-        backend = given or open_backend(path)
-        config = load_config(backend)
-        place = index or default_root()
-        require_local(place)
-        opened = Index(os.path.join(place, config.uuid.hex()), config.uuid, map_bytes=map_bytes)
-        store = cls(root, backend, config, opened, clock)
-        store._owns_backend = given is None
-        try:
-            remember(place, root, config.uuid.hex())
-            store._count("namespaces_unreadable", len(store.catalog.seed(backend, config)))
-            if catch_up:
-                store.catch_up(progress)
-                if lost(backend, opened):
-                    log.warning("%s: the journals are gone; `kvctl rebuild` finds the blocks", root)
-        except OSError as e:
-            store.close()
-            raise ConfigError(f"{place}: {e.strerror}") from e
-        except BaseException:
-            store.close()
-            raise
+        root, given, place = path_of(path), backend, index or default_root()
+        with contextlib.ExitStack() as undo:
+            backend = given or open_backend(path)
+            if given is None:
+                undo.callback(backend.release)
+            config = load_config(backend)
+            require_local(place)
+            opened = index_below(place, config.uuid, map_bytes=map_bytes)
+            store = cls(root, backend, config, opened, clock)
+            undo.callback(store.close)
+            try:
+                remember(place, root, config.uuid.hex())
+            except OSError as e:
+                raise ConfigError(f"{place}: {e.strerror or e}") from e
+            store._learn(progress, catch_up=catch_up)
+            store._owns_backend = given is None
+            undo.pop_all()
         return store
+
+    def _learn(self, progress: Progress | None, *, catch_up: bool) -> None:
+        """What an index that was just opened is told by the store. Raises as `open`."""
+        try:
+            unreadable = self.catalog.seed(self.backend, self.config)
+            self._count("namespaces_unreadable", len(unreadable))
+            if not catch_up:
+                return
+            self.catch_up(progress)
+            if lost(self.backend, self.index):
+                log.warning(
+                    "%s: the journals are gone; `kvctl rebuild` finds the blocks", self.path
+                )
+        except OSError as e:
+            raise BackendError(f"{self.path}: {e.strerror or e}") from e
 
     # what is open
 

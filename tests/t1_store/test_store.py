@@ -27,7 +27,9 @@ from kvfs.errors import (
     InputError,
     NoStoreError,
 )
+from kvfs.index.place import remember
 from kvfs.layout import Span, StateLayout
+from kvfs.local import LocalStore
 from kvfs.plan import Plan
 from kvfs.store import Store
 from kvfs.testing.blocks import first_wrong, payloads, small_identity
@@ -444,6 +446,37 @@ def test_markers_that_are_not_ours(store_dir: Path, content: str, message: str) 
     (store_dir / "kvfs.json").write_text(content)
     with pytest.raises(FormatError, match=message):
         Store.open(store_dir)
+
+
+def test_what_opening_meets_is_told_for_what_it_is(
+    stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage that fails, or the place of the index; and nothing is left open."""
+    path, uuid = stock.store.path, stock.store.uuid.hex()
+    released: list[str] = []
+
+    class Backend(FaultyBackend):
+        def release(self) -> None:
+            released.append(self.root)
+
+    faults = Backend(open_backend(path))
+    monkeypatch.setattr("kvfs.store.open_backend", lambda _: faults)
+    for op, what in (("load", "kvfs.json"), ("names", "ns"), ("names", "log"), ("names", "seg")):
+        with (
+            faults.during(op, what, do=Fail(errno.EIO)),
+            faults.during("names", "log", do=lambda _: [], times=None),
+            pytest.raises(BackendError, match="Input/output error"),
+        ):
+            Store.open(path, index=str(tmp_path / what))
+    place = tmp_path / "place"
+    (place / uuid / "users.lock").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{place}: Is a directory"):
+        Store.open(path, index=str(place))
+    assert released == [path] * 5
+    remember(str(place), path, uuid)
+    (place / uuid / "data.mdb").touch()
+    with pytest.raises(ConfigError, match=f"{place}: Is a directory"):
+        LocalStore.open_index(path, index=str(place))
 
 
 def test_a_store_that_is_away_takes_nothing(stock: Stock) -> None:
