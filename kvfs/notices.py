@@ -77,7 +77,7 @@ class NoticeStore(LocalStore):
             except OSError as e:
                 raise BackendError(f"{self.path}/ns/{identity.name}: {e.strerror}") from e
             entries: list[Entry] = [NamespaceEntry(identity.nsid, data)]
-            if identity.nsid in self.index.namespaces():  # it was removed
+            if self.index.namespace(identity.nsid):  # it was removed
                 when_ms = heard_ms(self.index, self.now_ms())
                 entries.append(of_namespace(self.index, identity.nsid, NOTHING, when_ms))
             self.writer().publish([], entries)

@@ -80,8 +80,9 @@ class Announcer(Periodic):
     def _erase(self, pool: SlotPool, told: _Told) -> None:
         """Empties the slots whose blocks were removed since they were stored."""
         index = self._store.index
-        number, _ = index.namespaces().get(pool.identity.nsid, (0, ""))
-        heard = index.query(lambda a: told_of.removals(a, number)) if number else 0
+        known = index.namespace(pool.identity.nsid)
+        number = known.number if known else 0
+        heard = index.query(lambda a: told_of.removals(a, number)) if known else 0
         if heard == told.removals:
             return
         metas = pool.metas()
