@@ -24,6 +24,8 @@ MANUAL = {
     store_failures, puts_dropped -- puts that failed or were refused, and puts that came when too
     many others of their process were under way
     renewed_runs, removed_blocks -- what was touched and evicted
+    renewed_on_hit, renewals_left_out -- runs that hits have renewed, and hits that were not noted
+    since too many waited to be published
     """,
     "JSON output": """
     An object:
