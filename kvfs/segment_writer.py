@@ -31,8 +31,9 @@ from kvfs.segment import Header, encode_end, segment_id, segment_path
 WRITE_BYTES = 1 << 20
 RESERVE_BYTES = 64 << 20
 """The most room a segment takes before it needs it; a writer that is killed leaves so much."""
-MOST_OPEN = 64
-"""Segments that stay open for their next run; for one more the longest unused one is sealed."""
+MOST_OPEN = 256
+"""Segments that stay open for their next run; for one more the longest unused one is sealed. A
+quarter of the descriptors that a process has where nobody says otherwise (1,024)."""
 IDLE_SECONDS = 3600.0
 """A segment that got no run for so long is sealed when another one gets one."""
 
