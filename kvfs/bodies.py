@@ -1,8 +1,9 @@
-"""What the bodies of journal entries share: how strings stand in them, and which numbers can be.
+"""What the bodies of journal entries share: how strings stand in them, and what they may say.
 
 A frame says of itself that it is whole, not that its writer was right. One number that no index can
-hold would end the reading of all journals on every host, so what is out of range is refused where
-it is decoded: the journal it is in is reported, the others go on. No I/O here.
+hold would end the reading of all journals on every host, and a path may lead out of the store, so
+what cannot be is refused where it is decoded: the journal it is in is reported, the others go on.
+No I/O here.
 """
 
 from __future__ import annotations
@@ -41,6 +42,18 @@ def check_ms(*times: int) -> None:
     """Raises ValueError for a time, in milliseconds, that nothing can be told by."""
     if max(times) >= _TIMES_MS:
         raise ValueError(f"a time of {max(times)} ms")
+
+
+def check_path(path: str) -> None:
+    """Raises ValueError for a segment's path that is none: collectors remove what it names."""
+    if not path.startswith("seg/") or ".." in path.split("/") or "\0" in path:
+        raise ValueError(f"a segment at {path!r}")
+
+
+def check_class_name(name: str) -> None:
+    """Raises ValueError for a TTL class that could not be a directory's name."""
+    if name in (".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"a TTL class {name!r}")
 
 
 def check_seconds(seconds: int) -> None:

@@ -52,8 +52,10 @@ import xxhash
 
 from kvfs.bodies import (
     MAX_NAME,
+    check_class_name,
     check_geometry,
     check_ms,
+    check_path,
     check_seconds,
     check_slots,
     string,
@@ -336,6 +338,7 @@ def _namespace(body: memoryview) -> NamespaceEntry:
 def _class(body: memoryview) -> ClassEntry:
     name, at = take_string(body, 0, MAX_NAME)
     seconds, when_ms = struct.unpack_from("<QQ", body, at)
+    check_class_name(name)
     check_seconds(seconds)
     check_ms(when_ms)
     return ClassEntry(name, seconds, when_ms)
@@ -346,6 +349,7 @@ def _segment(body: memoryview) -> SegmentEntry:
     path, _ = take_string(body, at)
     fields: tuple[Any, ...] = (*_SEGMENT.unpack_from(body), name, path)
     entry = SegmentEntry(*fields)
+    check_path(path)
     check_geometry(Geometry(entry.stride, entry.extent, entry.first))
     check_ms(entry.created_ms)
     check_seconds(entry.ttl_seconds)

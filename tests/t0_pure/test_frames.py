@@ -36,6 +36,8 @@ slots = st.integers(0, 2**31)  # as first and as count
 geometries = st.lists(st.integers(1, 2**32 - 1), min_size=3, max_size=3).map(sorted)
 id16 = st.binary(min_size=16, max_size=16)
 text = st.text(max_size=20)
+names = st.text(st.characters(exclude_characters="/.\0", codec="utf-8"), max_size=20)
+paths = names.map(lambda name: f"seg/{name}.seg")
 
 
 def hashes(least: int, most: int) -> Any:
@@ -45,7 +47,7 @@ def hashes(least: int, most: int) -> Any:
 # By type number, from 1.
 ENTRIES: list[Any] = [
     st.builds(NamespaceEntry, id16, st.text(max_size=200)),
-    st.builds(ClassEntry, text, seconds, ms),
+    st.builds(ClassEntry, names, seconds, ms),
     st.builds(
         lambda id_, ns, g, *more: SegmentEntry(id_, ns, g[1], g[2], g[0], *more),
         id16,
@@ -54,7 +56,7 @@ ENTRIES: list[Any] = [
         ms,
         seconds,
         text,
-        text,
+        paths,
     ),
     st.builds(RunEntry, id16, id16, slots, slots, ms, ms, id16, hashes(0, 3), hashes(1, 6)),
     st.builds(RenewEntry, id16, id16, ms, ms, text, st.booleans()),
@@ -176,13 +178,18 @@ OUT_OF_RANGE: list[Entry] = [
     ClassEntry("brief", LATE // 1000 + 1, 0),
     ClassEntry("brief", 1, LATE),
     ClassEntry("x" * 256, 1, 1),
-    SegmentEntry(ID, NS, 0, 4096, 0, 0, 0, "", ""),
-    SegmentEntry(ID, NS, 8192, 4096, 0, 0, 0, "", ""),
-    SegmentEntry(ID, NS, 4096, 4096, 4097, 0, 0, "", ""),
-    SegmentEntry(ID, NS, 4096, (1 << 33) + 1, 0, 0, 0, "", ""),
-    SegmentEntry(ID, NS, 4096, 4096, 0, LATE, 0, "", ""),
-    SegmentEntry(ID, NS, 4096, 4096, 0, 0, LATE, "", ""),
-    SegmentEntry(ID, NS, 4096, 4096, 0, 0, 0, "x" * 256, ""),
+    SegmentEntry(ID, NS, 0, 4096, 0, 0, 0, "", "seg/x"),
+    SegmentEntry(ID, NS, 8192, 4096, 0, 0, 0, "", "seg/x"),
+    SegmentEntry(ID, NS, 4096, 4096, 4097, 0, 0, "", "seg/x"),
+    SegmentEntry(ID, NS, 4096, (1 << 33) + 1, 0, 0, 0, "", "seg/x"),
+    SegmentEntry(ID, NS, 4096, 4096, 0, LATE, 0, "", "seg/x"),
+    SegmentEntry(ID, NS, 4096, 4096, 0, 0, LATE, "", "seg/x"),
+    SegmentEntry(ID, NS, 4096, 4096, 0, 0, 0, "x" * 256, "seg/x"),
+    SegmentEntry(ID, NS, 4096, 4096, 0, 0, 0, "", "/seg/x"),
+    SegmentEntry(ID, NS, 4096, 4096, 0, 0, 0, "", "seg/../kvfs.json"),
+    SegmentEntry(ID, NS, 4096, 4096, 0, 0, 0, "", "seg/\0"),
+    ClassEntry("..", 1, 1),
+    ClassEntry("/etc", 1, 1),
     RunEntry(NS, ID, 2**32 - 1, 0, 0, 0, ID, b"", RUN),
     RunEntry(NS, ID, 0, 2**32 - 1, 0, 0, ID, b"", RUN),
     RunEntry(NS, ID, 0, 0, LATE, 0, ID, b"", RUN),
