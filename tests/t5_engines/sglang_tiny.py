@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "flush" in request:
-            answer({"flushed": bool(own.flush_cache().success)})
+            answer({"flushed": flushed(own)})
             continue
         out = own.generate(
             input_ids=request["ids"],
@@ -66,6 +67,17 @@ def main() -> None:
             "details": info.get("cached_tokens_details"),
         })  # fmt: skip
     own.shutdown()
+
+
+def flushed(engine: Any) -> bool:
+    """Has the engine forget its cache: it does so only once its last request is all over, which is
+    after its answer."""
+    until = time.monotonic() + 60
+    while not engine.flush_cache().success:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def answer(what: dict[str, Any]) -> None:
