@@ -19,7 +19,7 @@ LIBDIR = $(PREFIX)/lib/kvfs
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-gluster test-3fs test-threefs test-vllm test-sglang test-lmcache test-deepinfer test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
+.PHONY: help venv demo test test-slow test-gluster test-3fs test-threefs test-vllm test-sglang test-lmcache test-deepinfer engines test-engines test-gpu lint format bench bench-peers man install uninstall clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -116,8 +116,10 @@ test-deepinfer: $(ENGINES)/deepinfer/.ready ## the DeepInfer mixin, also beside 
 
 # Installed side by side, since each waits for the network and for one core in turn; tested one after
 # the other, since an engine takes all cores.
-test-engines: $(VENV)/.test ## all inference engines, each in an environment of its own
+engines: $(VENV)/.test ## install all inference engines, each in an environment of its own (7 GB)
 	$(MAKE) -j4 $(foreach engine,vllm sglang lmcache deepinfer,$(ENGINES)/$(engine)/.ready)
+
+test-engines: engines ## all inference engines
 	$(MAKE) test-vllm test-deepinfer test-sglang test-lmcache
 
 lint: $(VENV)/.lint ## ruff (rules and format), mypy in strict mode, shell syntax
