@@ -144,7 +144,7 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 STRANGE = os.fsdecode(b"\xff\xfe")
 
 
-@pytest.mark.posix  # a stand-in takes only names in UTF-8
+@pytest.mark.posix("a stand-in takes only names in UTF-8")
 def test_a_store_whose_path_is_not_utf_8(
     cli_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
