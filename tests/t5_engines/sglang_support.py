@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +38,7 @@ class Sglang:
     ) -> None:  # fmt: skip
         """more: arguments of sglang.Engine."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._before = _shared_memory()
         self.process = subprocess.Popen(
             [sys.executable, sglang_tiny.__file__], env=sglang_tiny.environment(environment),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -79,12 +82,30 @@ class Sglang:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self._log.close()
+        # SGLang ends its processes by SIGKILL, that which would have removed these as well.
+        for path in _shared_memory() - self._before - _mapped():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     def __enter__(self) -> Sglang:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _shared_memory() -> set[str]:
+    """What there is in /dev/shm of SGLang's and of multiprocessing's."""
+    return {str(p) for kind in ("sglang_*", "sem.mp-*") for p in Path("/dev/shm").glob(kind)}
+
+
+def _mapped() -> set[str]:
+    """What of it some process uses."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found.update(re.findall(r"/dev/shm/\S+", maps.read_text()))
+    return found
 
 
 def host_pool(kind: str, layout: str, *, page: int = 16, layers: int = 3, tokens: int = 256) -> Any:
