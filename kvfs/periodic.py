@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Self
 
@@ -18,7 +19,7 @@ FAULT_SECONDS = 1.0
 """So much longer is the pause behind a turn that failed."""
 
 
-class Periodic:
+class Periodic(ABC):
     """Does what a subclass says in `turn`, with a `pause` between turns. A context manager."""
 
     def __init__(self, name: str, what: str, log: logging.Logger) -> None:
@@ -28,13 +29,13 @@ class Periodic:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @abstractmethod
     def turn(self) -> object:
         """One turn, on the caller's thread. Raises KvfsError, OSError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pause(self) -> float:
         """Seconds until the next turn."""
-        raise NotImplementedError
 
     def start(self) -> Self:
         self._thread.start()

@@ -40,7 +40,8 @@ class Service:
 
     def __enter__(self) -> Service:
         with ExitStack() as entered:
-            for work in (self.following, *self._beside):
+            entered.enter_context(self.following)
+            for work in self._beside:
                 entered.enter_context(work)
             self._entered = entered.pop_all()
         return self
