@@ -384,6 +384,7 @@ def test_reads_that_never_end_cost_a_thread_and_its_memory_but_never_the_pool(
     for hold in holds:
         hold.release()
     eventually(lambda: len(fetcher.workers._readers) == 1)
+    eventually(lambda: not fetcher.workers.stalled_seconds())  # else the storage counts as down
     with fetch(client, stock, prompts[3]) as ticket:
         assert ticket.good == 19
     eventually(lambda: unused(fetcher))
