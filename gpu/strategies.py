@@ -12,6 +12,7 @@ other. Stateless; the work runs where its stream runs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class Copy(Work):
         return self.piece.targets[self.part.group]
 
 
-class Strategy:
+class Strategy(ABC):
     """See the module docstring."""
 
     name = ""
@@ -76,9 +77,9 @@ class Strategy:
         """Submits what all layers need; returns what `copy` wants to have."""
         return None
 
+    @abstractmethod
     def copy(self, piece: Piece, part: Part, begun: Any) -> Copy:
         """The copy of a part, to be submitted to the same stream."""
-        raise NotImplementedError
 
 
 class _PageCopy(Copy):

@@ -14,6 +14,7 @@ import contextlib
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ import torch
 _POLL_SECONDS = 0.0002
 
 
-class Work:
+class Work(ABC):
     """Something a stream does. `error` is None until it failed, and final once an event that was
     recorded behind it has come."""
 
@@ -32,9 +33,9 @@ class Work:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
+    @abstractmethod
     def run(self) -> None:
         """Does it, or on a GPU: enqueues it in the current stream. May raise anything."""
-        raise NotImplementedError
 
     def attempt(self) -> None:
         """For streams: runs it and keeps what it raises."""

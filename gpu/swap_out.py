@@ -63,7 +63,7 @@ class SwapOut:
         after = after or device.fence()
         if after is not None:
             stream.wait_for(after)
-        self._work: Work = Work()
+        self._work: Work | None = None
         if tables is not None and self.blocks:
             host = self.buffer.tensor()[:size].view(self.blocks, layout.row_bytes)
             taken = [
@@ -83,7 +83,11 @@ class SwapOut:
         """Waits; returns the rows one after the other, until the buffer is used again; nothing if
         the copy failed."""
         self.wait()
-        return self._rows if self._work.error is None else memoryview(b"")
+        return self._rows if self._error is None else memoryview(b"")
+
+    @property
+    def _error(self) -> Exception | None:
+        return None if self._work is None else self._work.error
 
     def put(
         self, store: Any, ns: Any, tokens: Any, *, first_block: int = 0,
@@ -95,7 +99,7 @@ class SwapOut:
         """
         rows = self.rows()
         if not rows:
-            raise InputError(f"nothing was swapped out: {self._work.error!r}")
+            raise InputError(f"nothing was swapped out: {self._error!r}")
         result: PutResult = store.put(
             ns, tokens, rows, first_block=first_block, ttl_class=ttl_class
         )
