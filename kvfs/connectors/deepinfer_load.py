@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvfs.chain import PrefixHasher
+from kvfs.connectors.background import Background
 from kvfs.connectors.deepinfer_layout import Memory
 from kvfs.connectors.deepinfer_state import Account
 from kvfs.fetcher.engine import Fetcher
@@ -76,7 +78,7 @@ class Loader:
         self._rows: dict[int, bytes] = {}
         self._queued: dict[int, Held] = {}
         """Queued with blocks, and not run yet."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfs-state")
+        self._thread = Background("kvfs-state")
 
     def hold(self, seq: Any, account: Account, plan: Plan, hasher: PrefixHasher) -> None:
         """Begins to bring what is stored of a request that is not queued yet. One of which nothing
@@ -97,10 +99,10 @@ class Loader:
         limits, state = self._limits, None
         if self.memory.ring is not None:
             prefix = self.ns.hasher(hasher.buffer)  # of its own: a hasher belongs to one thread
-            state = self._thread.submit(
+            state = self._thread.submit(partial(
                 load_state, self.store, self.ns, plan, prefix, limits.state_seconds,
                 pool=self._pool, client=self._client,
-            )  # fmt: skip
+            ))  # fmt: skip
         until = time.monotonic() + limits.fetch_seconds
         return Held(seq, account, plan, ticket, state, until)
 
@@ -326,7 +328,8 @@ class Loader:
                 held.swap.abort()
             held.ticket.release()
         self.held.clear()
-        self._thread.shutdown()
+        # What is under way has the time of a state at most; a peer or storage that hangs is left.
+        self._thread.close(self._limits.fetch_seconds, drop=True)
         self._fetcher.close()
 
 
