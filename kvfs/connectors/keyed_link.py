@@ -27,6 +27,7 @@ from kvfs.connectors.background import Background, within
 from kvfs.connectors.fetching import fetcher_of
 from kvfs.connectors.settings import KeyedSettings
 from kvfs.errors import KvfsError
+from kvfs.fetcher.ticket import of_storage
 from kvfs.follow.following import Following
 from kvfs.keys import Key
 from kvfs.layout import Identity
@@ -40,8 +41,6 @@ _REST_SECONDS = 5.0
 """Nothing is looked for so long after the storage has not answered a load in time."""
 _AT_ONCE_BYTES = 256 << 20
 """Loads are asked for in parts of this size, so that the first is copied while others come."""
-_NOT_OF_STORAGE = ("busy", "arena full", "fetcher gone", "fetcher silent", "cancelled")
-"""How the reasons begin that say nothing of the storage: the next load may well go through."""
 
 Give = Callable[[int, memoryview], None]
 """Takes a page's number among those asked for, and its bytes."""
@@ -195,7 +194,7 @@ class Link:
         """A load that ended so. If the storage did not answer it is let be for a moment."""
         if reason:
             self.count("loads_short")
-            if not lasting and not reason.startswith(_NOT_OF_STORAGE):
+            if not lasting and of_storage(reason):
                 self._rest_until = self._clock() + _REST_SECONDS
         return Loaded(good, lasting or not reason)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 GONE = "fetcher gone"
 _SHORTEST_POLL, _LONGEST_POLL = 0.00005, 0.01
 _SHARE_OF_REST = 0.75
+_NOT_OF_STORAGE = ("busy", "arena full", GONE, "fetcher silent", "cancelled")
 # Of the identities of so many blocks, in one go: 0.1 ms.
 _PREPARED_AT_ONCE = 128
 _PREPARED_AHEAD = 1024
@@ -241,6 +242,12 @@ class Ticket:
         # Somebody forgot. No locks here: the thread that runs this may hold any of them.
         if not self._released and self._client is not None:
             self._client.orphans.append((self._slot, self._generation))
+
+
+def of_storage(reason: str) -> bool:
+    """Whether a reason that passes speaks of the storage, so that the next fetch waits as well;
+    else that may go through: the fetcher was full, or is just being replaced."""
+    return not reason.startswith(_NOT_OF_STORAGE)
 
 
 def _pause(since_news: float, until_news: float, good: int, wanted: int) -> float:
