@@ -15,6 +15,7 @@ Thread-safe; a forked child makes a Writer of its own.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -37,7 +38,7 @@ from kvfs.record import PAGE, RunBlocks
 from kvfs.segment import WRITER_BYTES
 from kvfs.segment_writer import SegmentWriter, Written
 from kvfs.under_way import UnderWay
-from kvfs.usage import Space
+from kvfs.usage import Space, Taken
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -101,10 +102,9 @@ class Writer:
         need = len(payloads) * ns.stride
         if self.full:
             self._refuse_while_full(need)
-        if self.space is None:
-            return self._segments.write_run(ns, run, payloads, ttl_class, ttl_seconds, now_ms)
+        space = contextlib.nullcontext(Taken()) if self.space is None else self.space.take(ns, need)
         try:
-            with self.space.take(ns, need) as taken:
+            with space as taken:
                 written = self._segments.write_run(
                     ns, run, payloads, ttl_class, ttl_seconds, now_ms
                 )

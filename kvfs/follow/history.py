@@ -212,13 +212,13 @@ def prune(
     there = set(backend.names("log"))
     last = {m.writer_id: m.number for m in sorted(base.marks, key=lambda m: m.number)}
     for mark in base.marks:
-        over = mark.ended or (
-            _dead(mark, base, kept[-1], dead_ms)
-            and (
-                mark.number < last[mark.writer_id] or _still(backend, index, mark, now_ms - dead_ms)
-            )
-        )
-        if over and mark.writer in there and _remove(backend, mark):
+        if mark.writer not in there:
+            continue
+        over = bool(mark.ended)
+        if not over and _dead(mark, base, kept[-1], dead_ms):
+            followed = mark.number < last[mark.writer_id]  # its writer went on in another one
+            over = followed or _still(backend, index, mark, now_ms - dead_ms)
+        if over and _remove(backend, mark):
             removed.append(journal_path(mark.writer, mark.number))
     return removed
 
